@@ -1,0 +1,112 @@
+# make demo  - sets everything up and runs the main job
+# make test  - sets everything up and passes the tests
+# The rest is listed by `make help`. Everything a clone makes is in .venv/, build/ and the state directory below.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+# Debian's own interpreter where it is new enough: its headers and venv come from apt, below.
+PYTHON ?= $(shell /usr/bin/python3 -c 'import sys; print("/usr/bin/python3" if sys.version_info >= (3, 11) else "python3")' 2>/dev/null || echo python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+CC ?= cc
+BUILD := build
+
+# Where kernel, initramfs, runtime drive and image are kept: shared by every clone of the same user, keyed by content.
+ifeq ($(shell id -u),0)
+ASSETS ?= /var/lib/sandboxd/assets
+else
+ASSETS ?= $(or $(XDG_DATA_HOME),$(HOME)/.local/share)/sandboxd/assets
+endif
+export SANDBOX_TEST_ASSETS := $(ASSETS)
+
+APT := qemu-system-x86 bubblewrap mmdebstrap e2fsprogs erofs-utils fakeroot cpio lz4 xz-utils zstd \
+       gcc libc6-dev make pkg-config git ca-certificates python3 python3-venv python3-dev util-linux procps uidmap
+# Sanitizer and fuzzing builds use clang; a user who only runs the demo does not need it.
+APT_TEST := $(APT) clang llvm libclang-rt-14-dev
+
+CFLAGS_HARD := -std=c11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -D_FORTIFY_SOURCE=2
+LDFLAGS_HARD := -Wl,-z,relro,-z,now
+VSOCK_SRC := $(filter-out $(wildcard native/vsock/test_*.c native/vsock/fuzz_*.c),$(wildcard native/vsock/*.c))
+VSOCK_HDR := $(wildcard native/vsock/*.h)
+PROGRAMS := $(BUILD)/sandbox-vsock $(BUILD)/guest-init $(BUILD)/guest-exec
+
+.PHONY: help demo test lint bench bench-check soak fuzz clean setup apt apt-test assets programs sanitizers
+
+help:
+	@sed -n 's/^\(demo\|test\|lint\|bench\|bench-check\|soak\|fuzz\|clean\|assets\):.*## /  make \1 - /p' Makefile
+
+demo: setup assets ## set everything up, then run a small agent on a small repository in a VM
+	@$(PY) tests/demo/demo.py
+
+test: setup apt-test sanitizers assets lint ## set everything up and pass the tests
+	$(PY) -m pytest -q
+
+lint: $(VENV)/ready ## ruff and mypy (strict)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+bench: setup assets ## all benchmarks, or a part with ONLY=name; figures in bench/out/latest.json
+	$(PY) bench/run.py $(if $(ONLY),--only $(ONLY))
+
+bench-check: setup assets ## compare bench/out/latest.json with the floors in bench/pins.toml
+	$(PY) bench/check.py
+
+soak: setup apt-test sanitizers assets ## the tests with large counts; prints its seed
+	SOAK=1 $(PY) -m pytest -q
+
+fuzz: apt-test ## fuzz what reads a guest's bytes, SECONDS each (default 60)
+	$(MAKE) -C native/vsock fuzz SECONDS=$(or $(SECONDS),60)
+
+clean: ## remove what was built here; the assets stay in the state directory
+	rm -rf $(BUILD) $(VENV) bench/out *.egg-info native/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+setup: apt $(VENV)/ready programs
+
+# Asks dpkg first, so that a second run needs neither root nor the network.
+define apt_install
+	@missing=$$(for p in $(1); do \
+	    dpkg-query -W -f='$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || echo $$p; done); \
+	if [ -n "$$missing" ]; then \
+	    if [ "$$(id -u)" = 0 ]; then \
+	        echo "installing: $$missing"; \
+	        apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
+	    else \
+	        echo "These packages are missing. Let root run once:"; echo; \
+	        echo "    apt-get update && apt-get install -y --no-install-recommends" $$missing; echo; exit 1; \
+	    fi; \
+	fi
+endef
+
+apt:
+	$(call apt_install,$(APT))
+
+apt-test: apt
+	$(call apt_install,$(APT_TEST))
+
+$(VENV)/ready: requirements.lock pyproject.toml setup.py native/build.py native/native.h $(wildcard native/*.c) | apt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --disable-pip-version-check --require-hashes -r requirements.lock
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
+	touch $@
+
+programs: $(PROGRAMS)
+
+$(BUILD)/sandbox-vsock: $(VSOCK_SRC) $(VSOCK_HDR) | apt
+	@mkdir -p $(BUILD)
+	$(CC) $(CFLAGS_HARD) -fPIE -pie $(LDFLAGS_HARD) -o $@ $(VSOCK_SRC)
+
+# These two run inside the guest, where no shared library is to be relied on.
+$(BUILD)/guest-init $(BUILD)/guest-exec: $(BUILD)/guest-%: native/guest_%.c | apt
+	@mkdir -p $(BUILD)
+	$(CC) $(CFLAGS_HARD) -static $(LDFLAGS_HARD) -o $@ $<
+
+# The C pieces again under ASan and UBSan, with their own tests.
+sanitizers: apt-test $(VENV)/ready
+	$(MAKE) -s -C native test
+	$(MAKE) -s -C native/vsock asan
+
+assets: setup
+	@$(VENV)/bin/sandboxd prepare --assets-dir $(ASSETS)
