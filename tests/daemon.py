@@ -1,0 +1,112 @@
+"""A real `sandboxd` for tests and benchmarks: own state directory, own socket, real VMs, shared assets.
+
+What it starts it ends: after `stop` no process, socket or mount of it is left, and `leftovers` says what is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+
+
+def assets_dir() -> Path:
+    """Where `make` keeps the kernel, the image and the rest."""
+    return Path(os.environ.get("SANDBOX_TEST_ASSETS", "/var/lib/sandboxd/assets"))
+
+
+class Daemon:
+    """`sandboxd` in a directory of its own.
+
+    `prefix` is put before the command (for instance `setpriv …` to run it as an ordinary user); `flags` after it.
+    """
+
+    def __init__(self, directory: Path, *, prefix: tuple[str, ...] = (), flags: tuple[str, ...] = ()) -> None:
+        self.directory = directory
+        self.state = directory / "state"
+        self.socket = directory / "run" / "sandboxd.sock"
+        self.log = directory / "sandboxd.log"
+        self._prefix, self._flags = prefix, flags
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Daemon:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop(end_sandboxes=True)
+
+    def start(self, timeout_s: float = 60) -> None:
+        command = [
+            *self._prefix, str(BIN / "sandboxd"), "--listen", f"unix://{self.socket}",
+            "--state-dir", str(self.state), "--assets-dir", str(assets_dir()), *self._flags,
+        ]  # fmt: skip
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        deadline = time.monotonic() + timeout_s
+        while self.cli("list").returncode != 0:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.stop(end_sandboxes=False)
+                raise RuntimeError(f"sandboxd did not come up:\n{self.log.read_text(errors='replace')[-4000:]}")
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """`kill -9`, as a crash would."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self, *, end_sandboxes: bool) -> None:
+        if self.process is None:
+            return
+        if end_sandboxes and self.process.poll() is None:
+            names = self.cli("list", "--json")
+            if names.returncode == 0:
+                import json
+
+                for sandbox in json.loads(names.stdout):
+                    if sandbox["state"] != "terminated":
+                        self.cli("kill", sandbox["id"])
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.process = None
+
+    def environment(self) -> dict[str, str]:
+        return os.environ | {"SANDBOX_CONTEXT": f"unix://{self.socket}"}
+
+    def cli(
+        self, *arguments: str, stdin: bytes | None = None, cwd: Path | None = None, timeout_s: float = 120
+    ) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [str(BIN / "sandbox-cli"), *arguments],
+            input=stdin if stdin is not None else b"",
+            capture_output=True, env=self.environment(), cwd=cwd, timeout=timeout_s, check=False,
+        )  # fmt: skip
+
+    def leftovers(self) -> list[str]:
+        """Processes that name this state directory, and what is left below `sandboxes/`."""
+        found = []
+        marker = os.fsencode(self.state)
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                try:
+                    command = (entry / "cmdline").read_bytes()
+                except OSError:
+                    continue
+                if marker in command:
+                    found.append(f"process {entry.name}: {command[:200]!r}")
+        sandboxes = self.state / "sandboxes"
+        if sandboxes.exists():
+            found.extend(f"left in the state directory: {entry.name}" for entry in sandboxes.iterdir())
+        return found

@@ -1,0 +1,114 @@
+"""Who may import whom. The table is the architecture: an arrow that is not in it fails here.
+
+Read from the sources, not from `sys.modules`, so that an import inside a function counts too.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("native", "sandboxd", "guestd", "egress", "cli")
+
+# module pattern → (ours, third party); the first pattern that fits is the rule.
+TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
+    ("guestd*", ("guestd*",), ()),
+    ("native.build", (), ("cffi",)),
+    ("native", ("native._native",), ()),
+    ("sandboxd.errors", (), ()),
+    ("sandboxd.unixhttp", ("sandboxd.unixpath",), ()),
+    ("sandboxd.unixpath", (), ()),
+    ("sandboxd.termsafe", (), ()),
+    ("sandboxd.lifecycle", (), ()),
+    ("sandboxd.vm.qmp", (), ()),
+    ("sandboxd.wire", ("sandboxd.errors",), ("msgspec",)),
+    ("sandboxd.client", ("sandboxd.errors", "sandboxd.unixhttp"), ()),
+    ("sandboxd.settings", ("sandboxd.errors",), ("docopt",)),
+    ("sandboxd.store", ("sandboxd.errors", "sandboxd.lifecycle"), ()),
+    ("sandboxd.spool", ("sandboxd.errors",), ()),
+    ("sandboxd.assets.*", ("sandboxd.errors", "sandboxd.assets.*"), ()),
+    ("sandboxd.vm.*", ("sandboxd.vm.*", "sandboxd.errors", "sandboxd.unixpath", "native"), ("anyio",)),
+    ("sandboxd.guest", ("sandboxd.errors", "sandboxd.unixpath", "guestd.protocol"), ("anyio",)),
+    ("sandboxd.serve", ("sandboxd.api", "sandboxd.wire", "sandboxd.errors"), ("h11", "anyio")),
+    ("sandboxd.api", ("sandboxd.service", "sandboxd.wire", "sandboxd.errors"), ("anyio", "msgspec")),
+    (
+        "sandboxd.service",
+        (
+            "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.store", "sandboxd.spool", "sandboxd.guest",
+            "sandboxd.wire", "sandboxd.assets.*", "sandboxd.vm.machine", "sandboxd.termsafe",
+        ),
+        ("anyio",),
+    ),
+    ("sandboxd.__main__", ("sandboxd.*", "sandboxd.vm.*", "sandboxd.assets.*"), ("anyio", "docopt")),
+    (
+        "cli*",
+        ("cli.*", "sandboxd.client", "sandboxd.unixhttp", "sandboxd.errors", "sandboxd.termsafe", "native"),
+        ("docopt",),
+    ),
+]  # fmt: skip
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = list(path.relative_to(ROOT).with_suffix("").parts)
+            if parts[-1] == "__init__":
+                parts.pop()
+            found.append((".".join(parts), path))
+    return found
+
+
+def imports(name: str, path: Path) -> set[str]:
+    names: set[str] = set()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                base = package.split(".")[: len(package.split(".")) - node.level + 1]
+                origin = ".".join([*base, *([origin] if origin else [])])
+            # `from sandboxd import wire` names a module, `from sandboxd.wire import X` does not.
+            for alias in node.names:
+                target = ROOT / origin.replace(".", "/") / f"{alias.name}.py"
+                nested = ROOT / origin.replace(".", "/") / alias.name / "__init__.py"
+                names.add(f"{origin}.{alias.name}" if target.exists() or nested.exists() else origin)
+    return names
+
+
+def rule(name: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    for pattern, ours, third_party in TABLE:
+        if fnmatchcase(name, pattern):
+            return ours, third_party
+    return None
+
+
+@pytest.mark.parametrize(("name", "path"), modules(), ids=[name for name, _ in modules()])
+def test_a_module_imports_only_what_the_table_allows(name: str, path: Path) -> None:
+    if not path.read_bytes().strip():
+        return
+    allowed = rule(name)
+    assert allowed is not None, f"{name} has no row in the table: add one, with a reason, or fold it into a module"
+    ours, third_party = allowed
+    for imported in sorted(imports(name, path)):
+        top = imported.partition(".")[0]
+        if top in sys.stdlib_module_names:
+            continue
+        patterns = ours if top in PACKAGES else third_party
+        fits = any(fnmatchcase(imported, pattern) or (top not in PACKAGES and top == pattern) for pattern in patterns)
+        assert fits, f"{name} imports {imported}, which is not in its row"
+
+
+def test_every_row_of_the_table_is_used() -> None:
+    names = [name for name, path in modules() if path.read_bytes().strip()]
+    for position, (pattern, _, _) in enumerate(TABLE):
+        earlier = [row[0] for row in TABLE[:position]]
+        fits = [n for n in names if fnmatchcase(n, pattern) and not any(fnmatchcase(n, e) for e in earlier)]
+        assert fits, f"no module left for the row {pattern!r}"
