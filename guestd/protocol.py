@@ -16,15 +16,15 @@ The host dials, the guest never does. One connection carries one request:
                              a second answer line
     dial                     raw bytes of a TCP connection both ways; half-close is passed on
 
-The guest closes after `x`. The host's end of stream, half-closed or whole, is a hang-up: it ends everything the
-process started, unless the process is kept; then it only detaches. So stdin ends with `e`, never with shutdown.
-Frames are taken in order: a signal behind stdin that the process does not read waits with it; another connection
-(attach) does not wait, and hanging up neither.
+The guest closes after `x`. The host's end of stream, half-closed or whole, is a hang-up: it ends everything
+the process started, unless the process is kept; then it only detaches. So stdin ends with `e`, never with
+shutdown. Frames are taken in order: a signal behind stdin that the process does not read waits with it; another
+connection (attach) does not wait, and hanging up neither.
 
 Strings are UTF-8; bytes that are none (argv, environment, paths) travel as the lone surrogates of Python's
 `surrogateescape`, written as JSON escapes. Every limit is a constant here and is checked before anything is
-allocated for what it limits. Neither end trusts the other: whatever does not fit raises GuestProtocolFault, and
-the connection is good for nothing more than one error line. This file does no input or output, and imports
+allocated for what it limits. Neither end trusts the other: whatever does not fit raises GuestProtocolFault,
+and the connection is good for nothing more than one error line. This file does no input or output, and imports
 little, because it is loaded while a machine boots.
 """
 
@@ -343,7 +343,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
 
 
 def encode_request(request: Request) -> bytes:
-    """The line that carries a request; GuestProtocolFault "too_large" when it is longer than a line may be."""
+    """The line that carries a request; GuestProtocolFault "too_large" when a line cannot hold it."""
     value: dict[str, Any] = {"op": request.op}
     for name, (_, required) in FIELDS[request.op].items():
         content = getattr(request, name)
