@@ -1,9 +1,10 @@
 """Unix sockets by paths of any length, and the removal of stale ones.
 
 In: a path, or an open directory and a name in it. Out: sockets. The kernel takes 107 bytes of path; here the
-socket (or the directory it is made in) is opened as an O_PATH descriptor first and named through it, so a state
-directory may lie as deep as it likes. The descriptor also pins the inode: what was looked at is what is connected
-to. A socket somebody listens on is never unlinked. Standard library only: the command line imports this too.
+socket (or the directory it is made in) is opened as an O_PATH descriptor first and named through it, so a
+state directory may lie as deep as it likes. The descriptor also pins the inode: what was looked at is what is
+connected to. A socket somebody listens on is never unlinked. Standard library only: the command line imports
+this too.
 
 From anyio:
 
@@ -32,8 +33,8 @@ class SocketInUseError(OSError):
 def named(path: str | Path) -> Iterator[str]:
     """A short name for the socket at `path`, good inside the block.
 
-    Raises FileNotFoundError and the other errors of open; OSError ENOTSOCK for anything but a socket, a symbolic
-    link included.
+    Raises FileNotFoundError and the other errors of open; OSError ENOTSOCK for anything but a socket, a
+    symbolic link included.
     """
     fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -58,9 +59,11 @@ def connect_sync(path: str | Path, timeout_s: float | None = None) -> socket.soc
 
 
 def bind(dir_fd: int, name: str, backlog: int = BACKLOG) -> socket.socket:
-    """A listening stream socket `name` in the directory `dir_fd`, non-blocking, of mode 0600 from its first moment.
+    """A listening stream socket `name` in the directory `dir_fd`: non-blocking, and 0600 from its first
+    moment.
 
-    A stale socket of that name is removed first. SocketInUseError when somebody listens there or it is no socket.
+    A stale socket of that name is removed first. SocketInUseError when somebody listens there or it is no
+    socket.
     """
     _must_be_component(name)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -115,7 +118,7 @@ def remove_stale(dir_fd: int, name: str) -> bool:
 
 
 def _may_be_listening(name: str) -> bool:
-    """Only a clear refusal counts as nobody: not a full backlog, a datagram socket, or a lack of permission."""
+    """Only a clear refusal counts as nobody: no full backlog, no datagram socket, no lack of permission."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(name)
