@@ -1,10 +1,10 @@
 """The typed face of native.h.
 
 In: a path or a device's name. Out: a frozen value, or an exception: `DirectoryRefused` when the answer is no,
-and `OSError` (the subclass of its errno: FileNotFoundError, NotADirectoryError, PermissionError, …) when a system
-call failed; its text ends with the step, its `filename` says whether the directory or home was meant. Turning
-`-errno` and step into an OSError is done in `_call` and nowhere else. Nothing here reads the environment, expands
-`~` or logs. All of it may be called from any thread; the interpreter is not held meanwhile.
+and `OSError` (the subclass of its errno: FileNotFoundError, NotADirectoryError, PermissionError, …) when a
+system call failed; its text ends with the step, its `filename` says whether the directory or home was meant.
+Turning `-errno` and step into an OSError is done in `_call` and nowhere else. Nothing here reads the
+environment, expands `~` or logs. All of it may be called from any thread; the interpreter is not held meanwhile.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ _KVM_STATES: dict[int, KvmState] = {
 def open_directory(path: Path) -> Directory:
     """Resolves `path`, following symbolic links, once. The descriptor is the directory from here on.
 
-    Raises FileNotFoundError, NotADirectoryError or another OSError; DirectoryRefused when a link of /proc is on
-    the way.
+    Raises FileNotFoundError, NotADirectoryError or another OSError; DirectoryRefused when a link of /proc is
+    on the way.
     """
     identity = ffi.new("struct hostpath_id *")
     step = ffi.new("int *")
@@ -181,7 +181,7 @@ def _kvm_reason(device: Path, turns: int, report: Any) -> str:
     if report.step == lib.KVM_PROBE_DEADLINE:
         return (
             f"{name} ran {report.turns:,} of {turns:,} turns of a loop in {report.elapsed_ns / 1e9:.2f} s: "
-            "too slow to be a processor, so it is emulated"
+            "no processor is that slow, KVM is emulated here"
         )
     if report.error:
         why = os.strerror(report.error)

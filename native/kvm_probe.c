@@ -7,8 +7,8 @@
  * EFER set from outside, no interrupt, no device. It sums its counter, which takes 64-bit registers, and halts.
  *
  * Ending a run needs a signal, and this is called inside processes that own their signals. So the run has a thread
- * that blocks all of them; a timer sends one to that thread alone, and only KVM's own mask lets it through, which
- * makes KVM_RUN return and delivers nothing. It dies pending, with the thread.
+ * that blocks all of them; a timer sends one, the kick, to that thread alone, and only KVM's own mask lets it through,
+ * which makes KVM_RUN return and delivers nothing. It dies pending, with the thread.
  */
 
 #define _GNU_SOURCE
@@ -52,7 +52,6 @@ enum {
 #define RFLAGS_FIXED 2ull
 #define TSS_ADDRESS 0xfffbd000ul /* three pages Intel's KVM wants below 4 GiB, out of the guest's memory */
 #define CPUID_ENTRIES 256        /* KVM_MAX_CPUID_ENTRIES */
-#define KICK SIGRTMAX
 
 static const uint8_t guest_code[] = {
     0x48, 0x01, 0xc8, /* again: add rax, rcx */
@@ -123,8 +122,19 @@ static int map(struct mapping *mapping, size_t size, int flags, int fd)
     return 0;
 }
 
-/* Sets up the mask KVM uses while the guest runs: everything blocked but KICK (and what libc keeps for itself). */
-static int let_kick_through(int vcpu)
+/* One that already waits for the process, blocked by every thread, would end each KVM_RUN before it began. */
+static int choose_kick(void)
+{
+    sigset_t pending;
+    sigpending(&pending);
+    int kick = SIGRTMAX;
+    while (kick > SIGRTMIN && sigismember(&pending, kick) == 1)
+        kick--;
+    return kick;
+}
+
+/* Sets the mask KVM uses while the guest runs: everything blocked but `kick` (and what libc keeps for itself). */
+static int let_through(int vcpu, int kick)
 {
     enum { KERNEL_SIGSET_BYTES = 8 };
     union {
@@ -133,7 +143,7 @@ static int let_kick_through(int vcpu)
     } request = {.mask.len = KERNEL_SIGSET_BYTES};
     sigset_t blocked;
     sigfillset(&blocked);
-    sigdelset(&blocked, KICK);
+    sigdelset(&blocked, kick);
     memcpy(request.bytes + sizeof(struct kvm_signal_mask), &blocked, KERNEL_SIGSET_BYTES);
     return ioctl(vcpu, KVM_SET_SIGNAL_MASK, &request) < 0 ? -errno : 0;
 }
@@ -141,10 +151,10 @@ static int let_kick_through(int vcpu)
 static void *run_guest(void *argument)
 {
     struct run *run = argument;
-    struct sigevent kick = {.sigev_notify = SIGEV_THREAD_ID, .sigev_signo = KICK};
-    kick.sigev_notify_thread_id = gettid();
+    struct sigevent event = {.sigev_notify = SIGEV_THREAD_ID, .sigev_signo = choose_kick()};
+    event.sigev_notify_thread_id = gettid();
     timer_t timer;
-    if (timer_create(CLOCK_MONOTONIC, &kick, &timer) < 0) {
+    if (timer_create(CLOCK_MONOTONIC, &event, &timer) < 0) {
         run->error = errno;
         return NULL;
     }
@@ -152,7 +162,7 @@ static void *run_guest(void *argument)
     const struct itimerspec when = {
         .it_value = {.tv_sec = run->deadline_ms / 1000, .tv_nsec = run->deadline_ms % 1000 * 1000000l},
     };
-    int rc = let_kick_through(run->vcpu);
+    int rc = let_through(run->vcpu, event.sigev_signo);
     if (rc == 0 && timer_settime(timer, 0, &when, NULL) < 0)
         rc = -errno;
     if (rc < 0) {
