@@ -4,7 +4,7 @@ In: a path or a device's name. Out: a frozen value, or an exception: `DirectoryR
 and `OSError` (the subclass of its errno: FileNotFoundError, NotADirectoryError, PermissionError, …) when a
 system call failed; its text ends with the step, its `filename` says whether the directory or home was meant.
 Turning `-errno` and step into an OSError is done in `_call` and nowhere else. Nothing here reads the
-environment, expands `~` or logs. All of it may be called from any thread; the interpreter is not held meanwhile.
+environment, expands `~` or logs. All of it may be called from any thread, and holds no other thread up.
 """
 
 from __future__ import annotations
