@@ -1,0 +1,105 @@
+"""The guest's kernel: Debian's cloud kernel as ELF, and the few of its modules that a sandbox needs.
+
+Publishes `vmlinux` and `modules.cpio` (the modules under `modules/`, and `modules/order`, their names in loading
+order, read by guest-init). Dependencies come from the modules themselves (`depends=` in .modinfo): the package brings
+no modules.dep.
+"""
+
+from __future__ import annotations
+
+import lzma
+import re
+import stat
+import tarfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from sandboxd.assets import command, cpio, payload
+from sandboxd.assets.apt import Archive, Package
+from sandboxd.assets.store import Bench, Recipe
+
+META_PACKAGE = "linux-image-cloud-amd64"
+
+# Block and network devices, the host's transport, the drives' file system, the sandbox's root.
+WANTED_MODULES = ("virtio_pci", "virtio_blk", "vmw_vsock_virtio_transport", "erofs", "overlay", "virtio_net")
+
+
+def recipe(archive: Callable[[Bench], Archive]) -> Recipe:
+    def resolve(bench: Bench) -> Sequence[Package]:
+        names = [name for name in archive(bench).depends(META_PACKAGE) if name.startswith("linux-image-")]
+        return archive(bench).exactly(names[:1])
+
+    def build(bench: Bench, packages: Sequence[Package], out: Path) -> None:
+        size_mib = packages[0].size_bytes / 2**20
+        (deb,) = archive(bench).download(
+            packages, bench.scratch / "debs",
+            lambda percent: bench.report(percent * 8 // 10, f"downloading {size_mib:.0f} MiB"),
+        )
+        image, modules = unpack(deb, bench.scratch)
+        bench.report(80, f"unpacking a kernel of {len(image) / 2**20:.0f} MiB")
+        (out / "vmlinux").write_bytes(payload.vmlinux(image))
+        (out / "modules.cpio").write_bytes(modules_archive(modules, WANTED_MODULES))
+
+    return Recipe(
+        name="kernel", version=1, files=("vmlinux", "modules.cpio"), resolve=resolve, build=build,
+        sources=(META_PACKAGE, *WANTED_MODULES),
+    )
+
+
+def unpack(deb: Path, scratch: Path) -> tuple[bytes, dict[str, bytes]]:
+    """The bzImage and all modules by name, read straight from the package."""
+    tree = scratch / "data.tar"
+    tree.write_bytes(command.run(["dpkg-deb", "--fsys-tarfile", deb], step="open the kernel package").stdout)
+    image = b""
+    modules: dict[str, bytes] = {}
+    with tarfile.open(tree) as tar:
+        for member in tar:
+            file = tar.extractfile(member) if member.isreg() else None
+            if file is None:
+                continue
+            base = member.name.rpartition("/")[2]
+            if base.startswith("vmlinuz-"):
+                image = file.read()
+            elif match := re.fullmatch(r"(.+)\.ko(\.xz)?", base):
+                name = match.group(1).replace("-", "_")
+                modules[name] = lzma.decompress(file.read()) if match.group(2) else file.read()
+    return image, modules
+
+
+def modules_archive(modules: Mapping[str, bytes], wanted: Sequence[str]) -> bytes:
+    names = loading_order(modules, wanted)
+    order = "".join(f"{name}.ko\n" for name in names).encode()
+    return cpio.archive(
+        [
+            cpio.Entry("modules", stat.S_IFDIR | 0o755),
+            cpio.Entry("modules/order", stat.S_IFREG | 0o644, order),
+            *(cpio.Entry(f"modules/{name}.ko", stat.S_IFREG | 0o644, modules[name]) for name in names),
+        ]
+    )
+
+
+def loading_order(modules: Mapping[str, bytes], wanted: Iterable[str]) -> list[str]:
+    """`wanted` and all they depend on, each after what it needs; a wanted module must exist."""
+    order: list[str] = []
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        if name in order:
+            return
+        if name in path:
+            raise ValueError(f"modules depend on each other in a circle: {' '.join((*path, name))}")
+        if name not in modules:
+            raise ValueError(f"the kernel package has no module {name}")
+        for needed in dependencies(modules[name]):
+            visit(needed, (*path, name))
+        order.append(name)
+
+    for name in wanted:
+        visit(name, ())
+    return order
+
+
+def dependencies(module: bytes) -> list[str]:
+    match = re.search(rb"\0depends=([^\0]*)\0", module)
+    if match is None:
+        raise ValueError("not a kernel module: it says nothing of its dependencies")
+    return [name.replace("-", "_") for name in match.group(1).decode().split(",") if name]

@@ -1,0 +1,104 @@
+"""A place where we are root, for programs that unpack and pack root file systems.
+
+For root it is mount, process and network namespaces of its own; for an ordinary user also a user namespace in which
+the user is root and the user's subordinate ids (/etc/subuid) are everybody else. Both see the same owners, so both
+build the same bytes. The programs have no network and end together with us.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from sandboxd.assets import command
+from sandboxd.errors import SetupError
+
+IDS_NEEDED = 65536
+
+
+def enter(argv: Sequence[str | Path], uid: int) -> list[str]:
+    """`argv` as root of namespaces of its own."""
+    user = [] if uid == 0 else ["--user", "--map-root-user", "--map-auto"]
+    return [
+        "unshare", *user, "--mount", "--pid", "--net", "--fork", "--kill-child", "--", *(str(word) for word in argv)
+    ]
+
+
+def shell(
+    script: str,
+    arguments: Sequence[str | Path],
+    *,
+    step: str,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> None:
+    """Run a shell script there, with `arguments` as $1, $2, ... and stopping at the first failure."""
+    argv = enter(["/bin/sh", "-eu", "-c", script, "sh", *arguments], os.geteuid())
+    command.run(argv, step=step, cwd=cwd, env=env, on_line=on_line)
+
+
+def remove(directory: Path) -> None:
+    """Remove a tree, whoever owns what is in it; nothing outside is followed."""
+    shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        argv = enter(["rm", "-rf", "--one-file-system", "--", directory], os.geteuid())
+        command.run(argv, step="remove an unfinished build")
+
+
+def require(uid: int, etc: Path = Path("/etc")) -> None:
+    """`SetupError` with the commands root must run once, if this user has no subordinate ids to build with."""
+    if uid == 0:
+        return
+    command.require(["newuidmap", "newgidmap", "unshare"])
+    name = pwd.getpwuid(uid).pw_name
+    lacking = [
+        (option, path)
+        for option, path in (("--add-subuids", etc / "subuid"), ("--add-subgids", etc / "subgid"))
+        if granted(_read(path), name, uid) < IDS_NEEDED
+    ]
+    if lacking:
+        options = " ".join(f"{option} {free_range(_read(path))}" for option, path in lacking)
+        raise SetupError(
+            f"The user {name} has no subordinate ids, which building the base image without root needs. "
+            f"Run as root, once:\n  usermod {options} {name}"
+        )
+    try:
+        command.run(enter(["true"], uid), step="make a user namespace")
+    except command.BuildFailed as failure:
+        raise SetupError(
+            f"This kernel lets an ordinary user make no user namespace ({failure.tail or 'refused'}), which "
+            "building the base image without root needs. Run as root, once:\n"
+            "  sysctl -w user.max_user_namespaces=15000\n"
+            "and, where the kernel has these switches:\n"
+            "  sysctl -w kernel.unprivileged_userns_clone=1\n"
+            "  sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"
+        ) from failure
+
+
+def granted(table: str, name: str, uid: int) -> int:
+    """The size of the largest range /etc/subuid (or subgid) gives to a user, by name or by number."""
+    return max((count for owner, _, count in _rows(table) if owner in (name, str(uid))), default=0)
+
+
+def free_range(table: str) -> str:
+    """`first-last` of the next range that nobody has, on the grid that useradd uses."""
+    end = max((first + count for _, first, count in _rows(table)), default=100_000)
+    first = max(100_000, 100_000 + -(-(end - 100_000) // IDS_NEEDED) * IDS_NEEDED)
+    return f"{first}-{first + IDS_NEEDED - 1}"
+
+
+def _rows(table: str) -> list[tuple[str, int, int]]:
+    rows = []
+    for line in table.splitlines():
+        parts = line.strip().split(":")
+        if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():
+            rows.append((parts[0], int(parts[1]), int(parts[2])))
+    return rows
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
