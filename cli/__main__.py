@@ -1,0 +1,124 @@
+"""Run coding agents on a repository inside virtual machines with a kernel of their own.
+
+Usage:
+  sandbox-cli COMMAND [ARGS...]
+  sandbox-cli (-h | --help | --version)
+
+Commands:
+  run [options] -- CMD...       make a sandbox, run a command in it, bring its commits back
+  exec SANDBOX -- CMD...        run a command in a running sandbox
+  shell SANDBOX                 open a shell in a running sandbox
+  attach SANDBOX                take part in a process of a sandbox
+  logs SANDBOX                  print what a process wrote, and follow it
+  list, ls                      list sandboxes
+  bring-back SANDBOX            bring the commits of a run's sandbox back again
+  kill SANDBOX...               end sandboxes and discard their disks
+  doctor                        say what this machine and its sandboxd can do
+  version                       print the version
+
+`sandbox-cli COMMAND --help` says more. A command that ran something in a sandbox exits with that one's code;
+any error of its own is one line on stderr and exit code 1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from docopt import DocoptExit, docopt
+
+from cli import show
+from sandboxd.errors import SandboxError
+from sandboxd.termsafe import clean
+
+COMMANDS = {
+    "attach": "cli.attach",
+    "bring-back": "cli.bring_back",
+    "doctor": "cli.doctor",
+    "exec": "cli.exec",
+    "kill": "cli.kill",
+    "list": "cli.list",
+    "logs": "cli.logs",
+    "run": "cli.run",
+    "shell": "cli.shell",
+    "version": "cli.version",
+}
+ALIASES = {"ls": "list"}
+LATER = (
+    "agent", "agent-run", "context", "events", "gateway", "image", "job", "mirror", "org", "recover", "resume",
+    "secret", "service", "snapshot", "snapshot-schedule", "ssh", "ssh-access", "ssh-key", "studio", "suspend",
+    "template", "tunnel", "update", "volume", "whoami",
+)  # fmt: skip
+INTERRUPTED = 130
+OUTPUT_CLOSED = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script: parse, import the one command that is asked for, run it, report."""
+    try:
+        return _flushed(_run(sys.argv[1:] if argv is None else list(argv)))
+    except SandboxError as error:
+        show.note(str(error))
+        return 1
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OUTPUT_CLOSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(argv: list[str]) -> int:
+    try:
+        top = docopt(str(__doc__), argv=argv, options_first=True)
+    except DocoptExit:
+        raise SandboxError("which command? see sandbox-cli --help") from None
+    asked, rest = ("version", []) if top["--version"] else (top["COMMAND"], top["ARGS"])
+    name = ALIASES.get(asked, asked)
+    if name in LATER:
+        raise SandboxError(f"{name} is not built yet in this version")
+    if name not in COMMANDS:
+        raise SandboxError(f"unknown command {clean(asked)!r}; see sandbox-cli --help")
+    module = import_module(COMMANDS[name])
+    usage = str(module.__doc__)
+    try:
+        args = docopt(usage, argv=[name, *rest])
+    except DocoptExit as error:
+        later: frozenset[str] = getattr(module, "LATER", frozenset())
+        raise SandboxError(misuse(name, usage, rest, str(error), later)) from None
+    return int(module.main(args))
+
+
+def misuse(name: str, usage: str, argv: Sequence[str], fault: str, later: frozenset[str]) -> str:
+    """What is wrong with arguments that do not fit `usage`, in one line."""
+    ours = list(argv[: argv.index("--")] if "--" in argv else argv)
+    given = [word.partition("=")[0] for word in ours if word.startswith("-") and word != "-"]
+    known = set(re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", usage))
+    for option in given:
+        if option in later:
+            return f"{name}: {option} is not built yet in this version"
+    for option in given:
+        if not any(word.startswith(option) or (option[:2] == word and len(word) == 2) for word in known):
+            what = f"unknown option {clean(option)}"
+            break
+    else:
+        first = fault.splitlines()[0] if fault else ""
+        if first and not first.startswith(("Warning:", "Usage:")):
+            what = clean(first)
+        elif "-- CMD" in usage and "--" not in argv:
+            what = "the command goes after `--`"
+        else:
+            what = "an argument is missing, too many, or given twice"
+    return f"{name}: {what}; see sandbox-cli {name} --help"
+
+
+def _flushed(code: int) -> int:
+    sys.stdout.flush()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

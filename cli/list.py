@@ -1,0 +1,33 @@
+"""List sandboxes, newest first, ended ones among them.
+
+Usage:
+  sandbox-cli list [--label=K=V]... [options]
+
+Options:
+  --label=K=V    only those that have this label; may be given again, and all must match
+  --context=C    which sandboxd: `local` or unix:///path
+  --json         print the API's objects
+  -h, --help     show this
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from cli import context, show
+
+HEAD = ("ID", "NAME", "STATE", "IMAGE", "NETWORK", "CREATED", "LABELS")
+
+
+def main(args: dict[str, Any]) -> int:
+    found = context.choose(args["--context"]).client.sandboxes(args["--label"])
+    if args["--json"]:
+        show.as_json([show.sandbox(one) for one in found])
+        return 0
+    rows = [
+        (s.id, s.name, s.state, s.image, show.network(s.network), s.created_at[:19], show.labels(s.labels))
+        for s in found
+    ]
+    sys.stdout.write(show.table(HEAD, rows))
+    return 0
