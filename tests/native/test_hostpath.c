@@ -298,6 +298,13 @@ static void with_mounts(int unused)
     expect(HOSTPATH_IS_ABOVE_HOME, in("top"), in("place/u"), "holds what home's parent was bound from");
     CHECK(mount("none", in("place"), "tmpfs", 0, NULL) == 0, "%s", strerror(errno));
     expect(HOSTPATH_ALLOWED, in("place"), home, "hides the bound ancestor");
+    make("around/b");
+    bind("top/homes", "around/b");
+    CHECK(mount("none", in("around/b"), "tmpfs", 0, NULL) == 0, "%s", strerror(errno));
+    expect(HOSTPATH_ALLOWED, in("around"), home, "the bound ancestor in it is hidden");
+    CHECK(umount(in("around/b")) == 0, "%s", strerror(errno));
+    expect(HOSTPATH_IS_ABOVE_HOME, in("around"), home, "the bound ancestor in it is seen again");
+    CHECK(umount(in("around/b")) == 0, "%s", strerror(errno));
     CHECK(umount(in("place")) == 0 && umount(in("place")) == 0, "%s", strerror(errno));
 
     make("covered");
@@ -315,6 +322,11 @@ static void with_mounts(int unused)
     bind("self", "self/self");
     make("self/self/u");
     expect(HOSTPATH_IS_ABOVE_HOME, base, in("self/self/u"), "the walk does not end where .. is the same directory");
+    struct place wanted;
+    OWNED_FD base_fd = open_directory(AT_FDCWD, base, 0), low = open_directory(AT_FDCWD, in("self/self/u"), 0);
+    CHECK(identify(base_fd, &wanted) == 0 && is_above(&wanted, low) == 1, "nor does it by itself");
+    close_fd(&low);
+    low = -1;
     CHECK(umount(in("self/self")) == 0, "%s", strerror(errno));
 
     CHECK(mount("none", in("else"), "tmpfs", 0, NULL) == 0, "%s", strerror(errno));
