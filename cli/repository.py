@@ -80,7 +80,7 @@ def discover(start: Path) -> Repository | None:
 
 
 def locate(start: Path) -> Found | None:
-    """Walks up one file system as git does: `.git` first, then whether the directory is itself a repository."""
+    """Walks up one file system as git does: `.git` first, then whether the directory is a bare repository."""
     try:
         directory = Path(os.path.realpath(start, strict=True))
         device = directory.stat().st_dev
