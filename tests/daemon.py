@@ -12,6 +12,9 @@ import sys
 import time
 from pathlib import Path
 
+from sandboxd.client import Client, Unreachable
+from sandboxd.errors import Unavailable
+
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 
@@ -50,11 +53,24 @@ class Daemon:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline = time.monotonic() + timeout_s
-        while self.cli("list").returncode != 0:
+        while not self._answers():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.stop(end_sandboxes=False)
                 raise RuntimeError(f"sandboxd did not come up:\n{self.log.read_text(errors='replace')[-4000:]}")
             time.sleep(0.1)
+
+    @property
+    def client(self) -> Client:
+        return Client(str(self.socket))
+
+    def _answers(self) -> bool:
+        try:
+            self.client.health()
+            # Listed only once the assets are there and what an earlier run left has been taken back.
+            self.client.sandboxes()
+        except (Unreachable, Unavailable):
+            return False
+        return True
 
     def kill(self) -> None:
         """`kill -9`, as a crash would."""
@@ -66,13 +82,9 @@ class Daemon:
         if self.process is None:
             return
         if end_sandboxes and self.process.poll() is None:
-            names = self.cli("list", "--json")
-            if names.returncode == 0:
-                import json
-
-                for sandbox in json.loads(names.stdout):
-                    if sandbox["state"] != "terminated":
-                        self.cli("kill", sandbox["id"])
+            for sandbox in self.client.sandboxes():
+                if sandbox.state != "terminated":
+                    self.client.delete(sandbox.id)
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
