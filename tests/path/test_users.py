@@ -1,0 +1,73 @@
+"""The same job for an ordinary user, and what a root daemon does to keep sandboxes apart."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandboxd.client import Create
+from tests.conftest import git, make_repository
+from tests.daemon import BIN, Daemon
+
+pytestmark = [pytest.mark.vm, pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two users")]
+
+UID = 61234     # nobody's account: no passwd entry, no subordinate ids
+
+
+@pytest.fixture
+def users_daemon(short_tmp: Path) -> Iterator[Daemon]:
+    directory = short_tmp / "user"
+    directory.mkdir()
+    os.chown(directory, UID, UID)
+    prefix = ("setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "env", f"HOME={directory}")
+    for path in (BIN / "sandboxd", Path(BIN).resolve()):
+        if subprocess.run([*prefix, "test", "-r", str(path)], check=False).returncode != 0:
+            pytest.skip(f"an ordinary user cannot read {path}")
+    with Daemon(directory, prefix=prefix) as running:
+        yield running
+    assert running.leftovers() == []
+
+
+def test_an_ordinary_user_can_do_all_of_it(users_daemon: Daemon) -> None:
+    top = make_repository(users_daemon.directory / "project")
+    for path in [top, *top.rglob("*")]:
+        os.chown(path, UID, UID)
+    ran = subprocess.run(
+        ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "env", f"HOME={users_daemon.directory}",
+         str(BIN / "sandbox-cli"), "run", "--memory", "512", "--name", "mine", "--", "sh", "-c", "id -u; echo x > x"],
+        env=users_daemon.environment(), cwd=top, stdin=subprocess.DEVNULL, capture_output=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr.decode()
+    assert ran.stdout == b"1001\n"
+    assert git(top, "-c", f"safe.directory={top}", "show", "refs/sandbox/mine:x") == "x\n"
+    owners = {path.lstat().st_uid for path in users_daemon.state.rglob("*")}
+    assert owners == {UID}
+
+
+def test_roots_vmms_each_run_under_a_uid_of_their_own(daemon: Daemon) -> None:
+    pair = [daemon.client.create(Create(memory_mb=512)) for _ in range(2)]
+    uids = []
+    for sandbox in pair:
+        mine = set()
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (entry / "cmdline").read_bytes()
+                status = (entry / "status").read_text()
+            except OSError:
+                continue
+            if sandbox.id.encode() in command and b"sandbox-cli" not in command:
+                mine.update(int(word) for word in status.split("Uid:")[1].split("\n")[0].split())
+        uids.append(mine)
+    for mine in uids:
+        assert mine and 0 not in mine, "no process of a sandbox is root"
+        for uid in mine:
+            with pytest.raises(KeyError):
+                pwd.getpwuid(uid)
+    assert uids[0].isdisjoint(uids[1])
+    for sandbox in pair:
+        daemon.client.delete(sandbox.id)
