@@ -1,0 +1,82 @@
+"""What a machine is, to whoever asks for one: a frozen description, and the few things a running one can do.
+
+In: a `MachineSpec`, fully resolved. Out: an object with the `Machine` protocol. Nothing here names a VMM,
+decides a policy or carries a value from an environment; two backends fit behind it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+MAX_CPUS = 64
+MIN_MEMORY_MB = 64
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """A disk image of the host. A read-only one reaches the VMM as an O_RDONLY descriptor."""
+
+    path: Path
+    read_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSpec:
+    """One machine.
+
+    `drives` come up as /dev/vda, /dev/vdb, … in order. `directory` exists, is 0700 and belongs to the daemon;
+    the machine's sockets and record are made in it. `uid` is the uid and gid of the VMM where the daemon is
+    root, and nobody else's; None where the daemon is an ordinary user and the VMM stays that user.
+    """
+
+    id: str
+    cpus: int
+    memory_mb: int
+    kernel: Path
+    initramfs: Path
+    drives: tuple[Drive, ...]
+    directory: Path
+    uid: int | None
+
+    def __post_init__(self) -> None:
+        if not is_name(self.id):
+            raise ValueError(f"not an id of a machine: {self.id!r}")
+        if not 1 <= self.cpus <= MAX_CPUS:
+            raise ValueError(f"cpus is {self.cpus}, not 1 to {MAX_CPUS}")
+        if self.memory_mb < MIN_MEMORY_MB:
+            raise ValueError(f"memory_mb is {self.memory_mb}, less than {MIN_MEMORY_MB}")
+        if self.uid is not None and self.uid < 1:
+            raise ValueError("a VMM never runs as root")
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` may stand in a path and a command line: at most 64 letters, digits, `_` and `-`."""
+    return _ID.fullmatch(text) is not None
+
+
+class Machine(Protocol):
+    """A machine that was started or adopted. Its guest, its VMM and its console are hostile."""
+
+    @property
+    def spec_id(self) -> str: ...
+
+    @property
+    def vsock_path(self) -> Path:
+        """A unix socket: `CONNECT <port>\\n` in, `OK <port>\\n` out, then the guest's bytes."""
+        ...
+
+    async def console_tail(self, limit_bytes: int = 8192) -> bytes:
+        """The end of what the guest wrote to its console; empty where the VMM does not say. Never raises."""
+        ...
+
+    async def wait_exit(self) -> None:
+        """Returns once VMM or device process is gone or the guest has shut down. Any number may wait."""
+        ...
+
+    async def terminate(self) -> None:
+        """Ends the machine at once; returns when no process and no socket of it is left. Idempotent."""
+        ...

@@ -1,0 +1,378 @@
+"""A machine under QEMU: started, adopted after a restart of the daemon, ended, swept up.
+
+In: a `MachineSpec`. Out: a `QemuMachine`, or BootFailed with the step and nothing left behind. A machine is
+two jails, each with a program in it: QEMU, and sandbox-vsock, which carries the guest's sockets. They outlive
+whoever started them. Both are hostile from the moment the guest runs: their sockets, their exit status and
+every byte of the monitor are looked at as such. Sockets and the record are made in a directory that only the
+daemon can reach.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import socket
+import stat
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from sandboxd import unixpath
+from sandboxd.errors import BootFailed, SandboxError
+from sandboxd.vm import commands, jail, processes
+from sandboxd.vm.child import Child, ChildError, spawn
+from sandboxd.vm.commands import CONSOLE_BYTES, Accelerator, Descriptors, Tools
+from sandboxd.vm.machine import Drive, MachineSpec
+from sandboxd.vm.monitor import Monitor, MonitorError
+from sandboxd.vm.processes import Process, Record
+
+START_S = 20.0
+CONNECT_S = 5.0
+RETRY_S = 5.0
+SETTLE_S = 0.5
+QMP_SOCKET = "qmp.sock"
+VSOCK_SOCKET = "vsock.sock"
+KVM_NODE = "kvm"
+VMM = "QEMU"
+DEVICE = "sandbox-vsock"
+
+
+class QemuMachine:
+    """A running machine. Made by `start` and `adopt`."""
+
+    def __init__(
+        self,
+        id: str,
+        directory: Path,
+        pidfds: Sequence[int],
+        monitor: Monitor | None,
+        children: Sequence[Child],
+    ) -> None:
+        self.spec_id = id
+        self.vsock_path = directory / VSOCK_SOCKET
+        self._directory = directory
+        self._pidfds = list(pidfds)
+        self._monitor = monitor
+        self._connecting = anyio.Lock()
+        self._children = list(children)
+        self._console = bytearray()
+        self._ending = anyio.Lock()
+        self._ended = False
+
+    async def console_tail(self, limit_bytes: int = 8192) -> bytes:
+        if (monitor := await self._reach()) is not None:
+            with suppress(MonitorError):
+                text = await monitor.execute(
+                    "ringbuf-read", device="console", size=CONSOLE_BYTES, format="base64"
+                )
+                # Reading empties the ring, so what was read is kept here, as much as the ring would hold.
+                self._console += _from_base64(text)
+                del self._console[:-CONSOLE_BYTES]
+        return bytes(self._console[-limit_bytes:])
+
+    async def wait_exit(self) -> None:
+        if self._ending.locked() or self._ended:
+            return
+        with ExitStack() as stack:
+            await _first(self._wait_guest_stopped, *_ends(stack, self._pidfds))
+
+    async def boot_failed(self, step: str) -> BootFailed:
+        """The error for a machine whose guest did not come up, with what is known of why."""
+        return BootFailed(step, _exit_code(self._children), await self.console_tail())
+
+    async def terminate(self) -> None:
+        with anyio.CancelScope(shield=True):
+            async with self._ending:
+                if self._ended:
+                    return
+                gone = await anyio.to_thread.run_sync(processes.end, self._pidfds)
+                self._ended = True
+                if self._monitor is not None:
+                    await self._monitor.close()
+                for child in self._children:
+                    child.close()
+                _clean(self._directory)
+                if not gone:
+                    raise SandboxError(f"{self.spec_id}: a process did not end in {processes.END_S:.0f} s")
+                processes.remove_record(self._directory)
+
+    async def _wait_guest_stopped(self) -> None:
+        while True:
+            monitor = await self._reach()
+            if monitor is not None and await monitor.wait_stopped():
+                return
+            await anyio.sleep(RETRY_S)
+
+    async def _reach(self) -> Monitor | None:
+        """The monitor, connected anew if it was lost. A VMM that does not answer is left to run without."""
+        async with self._connecting:
+            if (self._monitor is None or self._monitor.lost is not None) and not self._ended:
+                self._monitor = await _connect(self._directory)
+            return self._monitor
+
+
+async def start(spec: MachineSpec, tools: Tools) -> QemuMachine:
+    """Starts both processes; returns once QEMU runs the guest. Whether the guest comes up is seen by its
+    answers.
+
+    Raises BootFailed with nothing left behind. A directory that holds a live machine is refused, and that
+    machine left alone.
+    """
+    if (os.geteuid() == 0) != (spec.uid is not None):
+        raise ValueError("a VMM of root's has a uid of its own, and only one of root's")
+    with ExitStack() as ours:
+        drives = [_open_drive(ours, index, drive) for index, drive in enumerate(spec.drives)]
+        for what, path in (("kernel", spec.kernel), ("initramfs", spec.initramfs)):
+            if not path.is_file():
+                raise BootFailed(f"opening the {what}: there is no such file", None, b"")
+        monitor_listener, vsock_listener = _listen(ours, spec.directory)
+        vmm_end, device_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.enter_context(vmm_end)
+        ours.enter_context(device_end)
+        starting = _Starting(spec, tools)
+        try:
+            device_fds = (device_end.fileno(), vsock_listener.fileno())
+            prison = commands.device_jail(spec, tools)
+            starting.spawn(DEVICE, prison, commands.device_argv(*device_fds), device_fds)
+            fds = Descriptors(tuple(drives), vmm_end.fileno(), monitor_listener.fileno())
+            largest = max((os.fstat(fd).st_size for fd in drives), default=0)
+            prison = commands.vmm_jail(spec, tools, largest, _kvm_node(spec, tools.accelerator))
+            inherited = (*fds.drives, fds.vhost, fds.qmp)
+            starting.spawn(VMM, prison, commands.argv(spec, tools.accelerator, fds), inherited)
+            # Our copies go now, so that each end of the pair sees when the other is gone.
+            ours.close()
+            with anyio.fail_after(START_S):
+                return await starting.finish()
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                failed = await starting.undo(error)
+            if failed is None:
+                raise
+            raise failed from error
+
+
+async def adopt(directory: Path, id: str) -> QemuMachine | None:
+    """The machine an earlier run of the daemon left in `directory`, if both its programs still run; else
+    None.
+
+    A VMM that does not answer its monitor now is adopted all the same, and asked again later. What is left of
+    a machine that cannot be adopted is ended, as far as its record tells; `sweep` finds the rest.
+    """
+    record = processes.read_record(directory)
+    if record is None:
+        return None
+    held = [(process, fd) for process in record.processes if (fd := processes.hold(process)) is not None]
+    pidfds = [fd for _, fd in held]
+    running = {process.role for process, _ in held if _is_marked(process, record)}
+    if record.id == id and {VMM, DEVICE} <= running:
+        try:
+            return QemuMachine(id, directory, pidfds, await _connect(directory), ())
+        except BaseException:
+            for pidfd in pidfds:
+                os.close(pidfd)
+            raise
+    if await anyio.to_thread.run_sync(processes.end, pidfds):
+        processes.remove_record(directory)
+    _clean(directory)
+    return None
+
+
+def sweep(
+    sandboxes_dir: Path, known_ids: Collection[str], instance: str, uids: Collection[int] = ()
+) -> set[str]:
+    """Ends every VMM and device process of `instance` whose id is not in `known_ids`; returns the ids it
+    found.
+
+    `uids` are those a root daemon gives to its machines; processes of any other uid but the daemon's own are
+    left alone, whatever their command line says. Takes some milliseconds, and END_S at most.
+    """
+    ended: set[str] = set()
+    with suppress(FileNotFoundError):
+        for directory in sorted(sandboxes_dir.iterdir()):
+            if directory.name not in known_ids and directory.is_dir() and not directory.is_symlink():
+                if processes.end_recorded(directory):
+                    ended.add(directory.name)
+                _clean(directory)
+    return ended | processes.end_marked(instance, lambda id: id not in known_ids, {os.getuid(), *uids})
+
+
+class _Starting:
+    """A machine on its way: what there is to keep, or to undo."""
+
+    def __init__(self, spec: MachineSpec, tools: Tools) -> None:
+        self._spec = spec
+        self._tools = tools
+        self._step = f"starting {VMM}"
+        self._children: list[Child] = []
+        self._pidfds: list[int] = []
+
+    def spawn(self, role: str, prison: jail.Jail, arguments: Sequence[str], fds: Sequence[int]) -> None:
+        self._step = f"starting {role}"
+        self._children.append(spawn(role, prison, arguments, fds))
+
+    async def finish(self) -> QemuMachine:
+        record = Record(
+            self._spec.id,
+            jail.marker(self._tools.instance, self._spec.id),
+            tuple([process for child in self._children for process in await self._hold(child)]),
+        )
+        processes.write_record(self._spec.directory, record)
+        self._step = f"waiting for {VMM}'s monitor"
+        found: list[Monitor | Exception] = []
+
+        async def connect() -> None:
+            try:
+                found.append(await Monitor.connect(self._spec.directory / QMP_SOCKET))
+            except (OSError, MonitorError) as error:
+                found.append(error)
+
+        with ExitStack() as stack:
+            await _first(connect, *_ends(stack, self._pidfds))
+        match found:
+            case [Monitor() as monitor]:
+                return QemuMachine(self._spec.id, self._spec.directory, self._pidfds, monitor, self._children)
+            case _:
+                raise ChildError("a process ended before the monitor answered")
+
+    async def _hold(self, child: Child) -> list[Process]:
+        """The jail's outer process and the program in it, each by a pidfd from here on."""
+        self._step = f"starting {child.role}"
+        program = await child.program_pid()
+        found = []
+        outer = (f"{child.role} jail", child.pid, os.getpid())
+        for role, pid, above in (outer, (child.role, program, child.pid)):
+            try:
+                self._pidfds.append(os.pidfd_open(pid))
+                if processes.parent(pid) != above:
+                    raise ProcessLookupError(pid)
+                found.append(Process(role, pid, processes.start_ticks(pid)))
+            except ProcessLookupError:
+                raise ChildError("the process ended") from None
+        return found
+
+    async def undo(self, error: BaseException) -> BootFailed | None:
+        """Leaves nothing. Returns what to raise instead of `error`; None where that is no failure to boot."""
+        spec = self._spec
+        code = await anyio.to_thread.run_sync(self._end)
+        said = [
+            f"{child.role} said: {line}" for child in self._children if (line := _last_line(child.errors()))
+        ]
+        for child in self._children:
+            child.close()
+        _clean(spec.directory)
+        processes.remove_record(spec.directory)
+        if not isinstance(error, OSError | ChildError | MonitorError):
+            return None
+        return BootFailed("; ".join([self._step, *said]), code, b"")
+
+    def _end(self) -> int | None:
+        """Ends all processes; returns what the VMM exited with, if it did so by itself."""
+        spec = self._spec
+        if any(processes.wait_ended([pidfd], 0) for pidfd in self._pidfds):
+            # One is gone: the others follow in milliseconds, and then the exit status is the VMM's own.
+            processes.wait_ended(self._pidfds, SETTLE_S)
+        code = _exit_code(self._children)
+        processes.end(self._pidfds)
+        uids = {os.getuid()} if spec.uid is None else {os.getuid(), spec.uid}
+        processes.end_marked(self._tools.instance, lambda id: id == spec.id, uids)
+        return code
+
+
+def _open_drive(stack: ExitStack, index: int, drive: Drive) -> int:
+    access = os.O_RDONLY if drive.read_only else os.O_RDWR
+    try:
+        fd = os.open(drive.path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise BootFailed(f"opening drive {index}: {error.strerror}", None, b"") from error
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _listen(stack: ExitStack, directory: Path) -> list[socket.socket]:
+    try:
+        dir_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        stack.callback(os.close, dir_fd)
+        return [stack.enter_context(unixpath.bind(dir_fd, name)) for name in (QMP_SOCKET, VSOCK_SOCKET)]
+    except OSError as error:
+        raise BootFailed(f"making the machine's sockets: {error.strerror}", None, b"") from error
+
+
+def _kvm_node(spec: MachineSpec, accelerator: Accelerator) -> Path | None:
+    """/dev/kvm itself, or for a machine with a uid of its own a node that only this uid may open."""
+    if accelerator is not Accelerator.KVM:
+        return None
+    device = Path("/dev/kvm")
+    if spec.uid is None:
+        return device
+    node = spec.directory / KVM_NODE
+    node.unlink(missing_ok=True)
+    os.mknod(node, stat.S_IFCHR | 0o600, os.stat(device).st_rdev)
+    os.chown(node, spec.uid, spec.uid)
+    return node
+
+
+def _clean(directory: Path) -> None:
+    """Removes sockets nobody listens on, and the device node."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        dir_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            for name in (QMP_SOCKET, VSOCK_SOCKET):
+                unixpath.remove_stale(dir_fd, name)
+        finally:
+            os.close(dir_fd)
+        (directory / KVM_NODE).unlink(missing_ok=True)
+
+
+async def _connect(directory: Path) -> Monitor | None:
+    with suppress(OSError, MonitorError), anyio.move_on_after(CONNECT_S):
+        return await Monitor.connect(directory / QMP_SOCKET)
+    return None
+
+
+def _is_marked(process: Process, record: Record) -> bool:
+    """Whether the process still says on its command line that it is this machine's."""
+    instance = record.marker.split("/")[-2] if record.marker.count("/") == 3 else ""
+    return processes.marked_id(processes.command_line(process.pid), instance) == record.id
+
+
+def _exit_code(children: Sequence[Child]) -> int | None:
+    """The VMM's, which was started last."""
+    return children[-1].exit_code() if children else None
+
+
+def _last_line(said: bytes) -> str:
+    """The last thing a process said, fit for a message: printable ASCII, one line."""
+    lines = [line for line in said.decode("ascii", "replace").splitlines() if line.strip()]
+    return "".join(c if " " <= c <= "~" else "?" for c in lines[-1])[:200] if lines else ""
+
+
+def _from_base64(text: object) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True) if isinstance(text, str) else b""
+    except binascii.Error:
+        return b""
+
+
+def _ends(stack: ExitStack, pidfds: Sequence[int]) -> list[Callable[[], Awaitable[None]]]:
+    """One wait for each process's end, on a duplicate of its own: so any number may wait for the same one."""
+    own = [os.dup(pidfd) for pidfd in pidfds]
+    for fd in own:
+        stack.callback(os.close, fd)
+    return [partial(anyio.wait_readable, fd) for fd in own]
+
+
+async def _first(*waits: Callable[[], Awaitable[None]]) -> None:
+    """Returns when the first of `waits` has, and cancels the others."""
+    async with anyio.create_task_group() as group:
+
+        async def wait(one: Callable[[], Awaitable[None]]) -> None:
+            await one()
+            group.cancel_scope.cancel()
+
+        for one in waits:
+            group.start_soon(wait, one)

@@ -1,0 +1,83 @@
+"""The system calls no program in a jail may make, as a BPF program for `bwrap --seccomp`.
+
+Out: bytes, the same every time. It is a list of refusals, under QEMU's own `-sandbox` and not instead of it:
+calls that lead out of the namespaces, that reach parts of the kernel a VMM has no use for, and sockets of
+every family but AF_UNIX. That last one matters: AF_VSOCK knows no network namespace, so an empty one does not
+keep a jailed program from the host's own vsock listeners.
+
+Numbers: arch/x86/entry/syscalls/syscall_64.tbl, linux/audit.h, linux/seccomp.h, linux/filter.h,
+linux/sched.h.
+"""
+
+from __future__ import annotations
+
+import struct
+
+AUDIT_ARCH_X86_64 = 0xC000003E
+X32_BIT = 0x40000000
+AF_UNIX = 1
+SYS_SOCKET = 41
+SYS_CLONE = 56
+SYS_CLONE3 = 435
+# NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
+CLONE_NEW = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+
+EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
+
+REFUSED: dict[str, int] = {
+    # out of the namespaces, or a view of another process
+    "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "process_madvise": 440, "kcmp": 312,
+    "pidfd_open": 434, "pidfd_getfd": 438, "unshare": 272, "setns": 308, "mount": 165, "umount2": 166,
+    "pivot_root": 155, "chroot": 161, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431,
+    "fsmount": 432, "fspick": 433, "mount_setattr": 442, "name_to_handle_at": 303, "open_by_handle_at": 304,
+    "mknod": 133, "mknodat": 259,
+    # the machine's own settings
+    "reboot": 169, "swapon": 167, "swapoff": 168, "settimeofday": 164, "clock_settime": 227, "adjtimex": 159,
+    "clock_adjtime": 305, "sethostname": 170, "setdomainname": 171, "acct": 163, "quotactl": 179,
+    "quotactl_fd": 443, "syslog": 103, "vhangup": 153, "iopl": 172, "ioperm": 173, "modify_ldt": 154,
+    "init_module": 175, "finit_module": 313, "delete_module": 176, "kexec_load": 246, "kexec_file_load": 320,
+    # large parts of the kernel that a VMM has no use for
+    "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "io_uring_setup": 425, "io_uring_enter": 426,
+    "io_uring_register": 427, "add_key": 248, "request_key": 249, "keyctl": 250, "fanotify_init": 300,
+    "lookup_dcookie": 212, "memfd_secret": 447,
+}  # fmt: skip
+
+_LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; the low half of an argument
+_ALLOW, _KILL = 0x7FFF0000, 0x80000000
+
+
+def program() -> bytes:
+    """struct sock_filter[], native byte order. Unknown architectures and x32 calls end the process."""
+    steps = [
+        _step(_LOAD, _ARCH),
+        _step(_IF_EQUAL, AUDIT_ARCH_X86_64, 1, 0),
+        _step(_RETURN, _KILL),
+        _step(_LOAD, _NUMBER),
+        _step(_IF_AT_LEAST, X32_BIT, 0, 1),
+        _step(_RETURN, _KILL),
+    ]
+    for number in REFUSED.values():
+        steps += [_step(_IF_EQUAL, number, 0, 1), _refuse(EPERM)]
+    # glibc takes ENOSYS for an old kernel and falls back to clone, whose flags can be looked at.
+    steps += [_step(_IF_EQUAL, SYS_CLONE3, 0, 1), _refuse(ENOSYS)]
+    steps += [
+        _step(_IF_EQUAL, SYS_CLONE, 0, 3),
+        _step(_LOAD, _FIRST_ARGUMENT),
+        _step(_IF_ANY_BIT, CLONE_NEW, 0, 4),
+        _refuse(EPERM),
+        _step(_IF_EQUAL, SYS_SOCKET, 0, 2),
+        _step(_LOAD, _FIRST_ARGUMENT),
+        _step(_IF_EQUAL, AF_UNIX, 0, 1),
+        _step(_RETURN, _ALLOW),
+        _refuse(EAFNOSUPPORT),
+    ]
+    return b"".join(steps)
+
+
+def _refuse(error: int) -> bytes:
+    return _step(_RETURN, 0x00050000 | error)  # SECCOMP_RET_ERRNO
+
+
+def _step(code: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, operand)
