@@ -16,8 +16,7 @@ Commands:
   doctor                        say what this machine and its sandboxd can do
   version                       print the version
 
-`sandbox-cli COMMAND --help` says more. A command that ran something in a sandbox exits with that one's code;
-any error of its own is one line on stderr and exit code 1.
+`sandbox-cli COMMAND --help` says more. A command that ran something in a sandbox exits with its code; any error of its own is one line on stderr and exit code 1.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Screen:
                         self._state[number] = letter == b"h"
         # A sequence may have been cut: keep from its ESC on, unless it is already too long to be one.
         start = data.rfind(b"\x1b", end)
-        self._carry = data[start:] if 0 <= start and len(data) - start <= CARRY_BYTES else b""
+        self._carry = data[start:] if start >= 0 and len(data) - start <= CARRY_BYTES else b""
 
     def undo(self) -> bytes:
         """What to write to the terminal now; empty when nothing was left on."""

@@ -73,12 +73,12 @@ class Raw:
         atexit.unregister(self.leave)
 
     def enter(self) -> None:
-        tty.setraw(self._fd, termios.TCSADRAIN)
+        tty.setraw(self._fd, termios.TCSANOW)
 
     def leave(self) -> None:
         """Back to what was. A terminal that is gone needs nothing."""
         with suppress(termios.error, OSError):
-            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
+            termios.tcsetattr(self._fd, termios.TCSANOW, self._before)
 
 
 def _isatty(fd: int) -> bool:
