@@ -1,0 +1,231 @@
+"""sandboxd: runs virtual machines for AI coding agents, behind one API on a local socket.
+
+Usage:
+  sandboxd [options]
+  sandboxd prepare [options]
+  sandboxd --version
+  sandboxd --help
+
+`prepare` builds the kernel, the guest runtime and the base image, and stops. Without it the daemon builds
+what is missing before it says ready. Sandboxes outlive the daemon and are taken back when it starts again.
+
+Options:
+  --listen ADDRESS     where the API is: unix:///path
+                       [root: unix:///run/sandboxd/sandboxd.sock; others: in $XDG_RUNTIME_DIR or
+                       ~/.config/sandbox]
+  --state-dir DIR      records, disks and output
+                       [root: /var/lib/sandboxd; others: ~/.local/share/sandboxd]
+  --assets-dir DIR     kernel and images; several daemons may share it [assets in the state directory]
+  --backend NAME       auto or qemu [default: auto]
+  --end-sandboxes      end all sandboxes when the daemon stops
+  --uid-base N         as root: the first of 4096 uids for virtual machines [900000]
+  --build-dir DIR      where the native programs are [build beside this package]
+  --version            print the version and exit
+  --help               print this and exit
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import resource
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import anyio.from_thread
+import anyio.to_thread
+from docopt import docopt
+
+import native
+from sandboxd import settings as flags
+from sandboxd import unixpath
+from sandboxd.adopt import adopt, lock, make_private
+from sandboxd.assets import prepare as images
+from sandboxd.errors import SandboxError, SetupError
+from sandboxd.policy import Policy
+from sandboxd.serve import Server
+from sandboxd.service import AssetsState, Backend, Places, Service
+from sandboxd.settings import Settings
+from sandboxd.store import Store
+from sandboxd.termsafe import clean
+from sandboxd.uids import COUNT, Uids
+from sandboxd.vm import qemu
+from sandboxd.vm.commands import Accelerator, Tools, find_tools
+from sandboxd.vm.machine import Machine, MachineSpec
+from sandboxd.wire import API_VERSION
+
+log = logging.getLogger("sandboxd")
+
+
+@dataclass(frozen=True, slots=True)
+class Qemu:
+    """`vm.qemu` as the service's backend."""
+
+    tools: Tools
+    uids: range
+    name: str = "qemu"
+
+    async def start(self, spec: MachineSpec) -> Machine:
+        return await qemu.start(spec, self.tools)
+
+    async def adopt(self, directory: Path, sandbox_id: str) -> Machine | None:
+        return await qemu.adopt(directory, sandbox_id)
+
+    def sweep(self, sandboxes: Path, known: frozenset[str]) -> None:
+        for ended in qemu.sweep(sandboxes, known, self.tools.instance, self.uids):
+            log.info("%s: its machine had no record: it was ended", ended)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script. Exits 1 with one line where the daemon cannot start."""
+    given = docopt(__doc__ or "", sys.argv[1:] if arguments is None else list(arguments), version=_version())
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="sandboxd: %(message)s")
+    try:
+        settings = flags.read(given, os.environ, os.geteuid())
+        if settings.prepare_only:
+            images.prepare(settings.assets_dir, settings.build_dir, _print_progress())
+            log.info("the images are ready")
+        else:
+            anyio.run(run, settings, choose_backend)
+    except* SandboxError as group:
+        for fault in _leaves(group):
+            print(f"sandboxd: {fault}", file=sys.stderr)
+        sys.exit(1)
+
+
+def choose_backend(settings: Settings) -> tuple[Backend, str]:
+    """The backend and a line that says why."""
+    answer = native.kvm_probe()
+    usable = answer.state is native.KvmState.OK
+    accelerator = Accelerator.KVM if usable else Accelerator.TCG
+    tools = find_tools(settings.build_dir / "sandbox-vsock", instance(settings.state_dir), accelerator)
+    uids = range(settings.uid_base, settings.uid_base + COUNT) if os.geteuid() == 0 else range(0)
+    why = f"KVM is {answer.state.value}: {answer.reason}"
+    return Qemu(tools, uids), f"qemu with {accelerator.value} ({why})"
+
+
+async def run(settings: Settings, choose: Callable[[Settings], tuple[Backend, str]]) -> None:
+    """The daemon, from the lock to the last connection."""
+    held = lock(settings.state_dir)
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        backend, why = choose(settings)
+        uids = Uids(settings.uid_base) if os.geteuid() == 0 else None
+        with listen(settings.socket) as listener:
+            store = Store(settings.state_dir / "state.sqlite")
+            try:
+                await _serve(settings, store, backend, why, uids, listener)
+            finally:
+                store.close()
+                settings.socket.unlink(missing_ok=True)
+    finally:
+        os.close(held)
+
+
+async def _serve(
+    settings: Settings, store: Store, backend: Backend, why: str, uids: Uids | None, listener: socket.socket
+) -> None:
+    policy = Policy()
+    places = Places(settings.state_dir)
+    assets = AssetsState(images.present(settings.assets_dir, settings.build_dir))
+    adopted = await adopt(places, store, backend)
+    async with Service(places, store, backend, policy, assets, uids) as service:
+        for one in adopted:
+            service.restore(one.record, one.machine)
+        log.info(
+            "version %s, API %s, listening on unix://%s, backend %s, network ceiling %s (%s), image %s",
+            _version(), API_VERSION, settings.socket, clean(why), policy.ceiling,
+            "egress is not built yet", policy.default_image,
+        )  # fmt: skip
+        server = Server(service)
+        async with anyio.create_task_group() as tasks:
+            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+                tasks.start_soon(server.run, listener)
+                tasks.start_soon(_prepare, settings, assets)
+                async for _ in signals:
+                    break
+                log.info("stopping")
+                await server.stop()
+                if settings.end_sandboxes:
+                    await service.end_all()
+                tasks.cancel_scope.cancel()
+
+
+async def _prepare(settings: Settings, assets: AssetsState) -> None:
+    """Builds what is missing, in a thread, while the API already answers."""
+    show = _print_progress()
+
+    def report(progress: images.Progress) -> None:
+        assets.report(progress)
+        show(progress)
+
+    found = await anyio.to_thread.run_sync(
+        images.prepare, settings.assets_dir, settings.build_dir, report, abandon_on_cancel=True
+    )
+    assets.ready(found)
+    log.info("ready")
+
+
+def listen(path: Path) -> socket.socket:
+    """The API's socket: made with mode 0600, a stale one replaced, a live one or another file left alone."""
+    try:
+        make_private(path.parent)
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as fault:
+        raise SetupError(f"{path.parent} cannot be used for the socket: {fault.strerror}") from None
+    try:
+        info = os.fstat(directory)
+        open_to_others = info.st_mode & 0o022 and not info.st_mode & stat.S_ISVTX
+        if info.st_uid not in (0, os.geteuid()) or open_to_others:
+            raise SetupError(f"others could replace the socket: {path.parent} is writable for them")
+        return unixpath.bind(directory, path.name)
+    except unixpath.SocketInUseError:
+        raise SetupError(f"{path} is in use: another sandboxd answers there, or it is no socket") from None
+    except OSError as fault:
+        raise SetupError(f"{path} cannot be listened on: {fault.strerror}") from None
+    finally:
+        os.close(directory)
+
+
+def instance(state_dir: Path) -> str:
+    """What marks this daemon's machines among those of others on the host."""
+    return hashlib.sha256(os.fsencode(os.path.realpath(state_dir))).hexdigest()[:12]
+
+
+def _print_progress() -> images.Report:
+    """Progress on stderr, a line per step of ten percent."""
+    last: list[tuple[str, int]] = []
+
+    def show(progress: images.Progress) -> None:
+        step = (progress.phase, progress.percent // 10)
+        if step not in last:
+            last[:] = [step]
+            log.info("%s: %d %% %s", clean(progress.phase), progress.percent, clean(progress.detail))
+
+    return show
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for fault in group.exceptions:
+        found.extend(_leaves(fault) if isinstance(fault, BaseExceptionGroup) else [fault])
+    return found
+
+
+def _version() -> str:
+    return version("sandbox-cli")
+
+
+if __name__ == "__main__":
+    main()

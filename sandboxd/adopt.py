@@ -1,0 +1,114 @@
+"""What a restart takes back, and what it clears away.
+
+In: the records of an earlier daemon and what still runs. Out: each record with its machine, or without one.
+The lock on the state directory comes first, so nothing of a living daemon is ever looked at. A machine with a
+whole record is taken back; one whose create never finished, or whose end was asked for, is ended; files that
+belong to no record go. A sandbox whose machine is gone is shown as terminated and its disk is put aside:
+nobody asked for its end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import anyio.to_thread
+
+from sandboxd.errors import SetupError
+from sandboxd.lifecycle import State, move
+from sandboxd.service import Backend, Places, put_aside
+from sandboxd.store import SandboxRecord, Store
+from sandboxd.vm.machine import Machine
+
+log = logging.getLogger("sandboxd")
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """A record as it is now. `machine` is None where it has ended."""
+
+    record: SandboxRecord
+    machine: Machine | None
+
+
+def lock(state_dir: Path) -> int:
+    """Makes the state directory if need be and holds it until the descriptor is closed. `SetupError`
+    otherwise."""
+    try:
+        make_private(state_dir)
+        directory = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            info = os.fstat(directory)
+            if info.st_uid != os.geteuid() or info.st_mode & 0o022:
+                raise SetupError(f"{state_dir} must belong to this user and be writable by nobody else")
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open("lock", flags, 0o600, dir_fd=directory)
+        finally:
+            os.close(directory)
+    except OSError as fault:
+        raise SetupError(f"the state directory {state_dir} cannot be used: {fault.strerror}") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise SetupError(f"another sandboxd uses the state directory {state_dir}") from None
+    return fd
+
+
+def make_private(directory: Path) -> None:
+    """What is missing of the path is made 0700; what exists is not changed."""
+    for part in reversed((directory, *directory.parents)):
+        part.mkdir(mode=0o700, exist_ok=True)
+
+
+async def adopt(places: Places, store: Store, backend: Backend) -> list[Adopted]:
+    """Oldest first. Afterwards every process, socket and file below the state directory has an owner."""
+    places.sandboxes.mkdir(mode=0o700, exist_ok=True)
+    found: list[Adopted] = []
+    for record in store.sandboxes():
+        if record.state is State.PENDING:
+            log.info("%s: its create never finished: it is removed", record.id)
+            store.forget(record.id)
+            continue
+        found.append(await _look(places, store, backend, record))
+    known = frozenset(one.record.id for one in found if one.machine is not None)
+    await anyio.to_thread.run_sync(backend.sweep, places.sandboxes, known)
+    records = {one.record.id for one in found}
+    _clear(places.sandboxes, known, "sandboxes")
+    _clear(places.outputs, records, "output")
+    _clear(places.disks, {f"{record}.img" for record in records}, "disks")
+    return found
+
+
+async def _look(places: Places, store: Store, backend: Backend, record: SandboxRecord) -> Adopted:
+    if record.state is State.TERMINATED:
+        return Adopted(record, None)
+    machine = await backend.adopt(places.machine(record.id), record.id)
+    if machine is not None:
+        log.info("%s: its machine still runs: it is taken back", record.id)
+        return Adopted(record, machine)
+    log.warning("%s: its machine is gone: it is shown as terminated", record.id)
+    put_aside(places, record.id)
+    ended = replace(record, state=move(record.state, State.TERMINATED), ended_because="its machine is gone")
+    store.put(ended)
+    return Adopted(ended, None)
+
+
+def _clear(directory: Path, known: frozenset[str] | set[str], what: str) -> None:
+    """Removes what no record names. Links are removed, never followed."""
+    try:
+        entries = list(os.scandir(directory))
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if entry.name in known:
+            continue
+        log.info("%s/%s has no owner: it is removed", what, entry.name)
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        else:
+            os.unlink(entry.path)

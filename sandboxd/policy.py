@@ -1,0 +1,277 @@
+"""What this daemon permits, and a request measured against it. Pure: values in, values or an error out.
+
+`resolve` is the one place where a create is checked, in the order the API promises; `network` the one place
+where a network policy is decided. A request is permitted as it stands or refused with the rule it broke,
+never adjusted. Messages name names, never an environment's value.
+"""
+
+from __future__ import annotations
+
+import math
+import posixpath
+import re
+from dataclasses import dataclass, field
+
+from sandboxd.errors import InvalidRequest, Refused, Unsupported
+from sandboxd.store import Network
+from sandboxd.wire import CreateRequest, NetworkRequest
+
+DEFAULT_IMAGE = "sandbox-base"
+HOME = "/sandbox/home"
+
+CAPABILITIES = (
+    "network_policy_update", "suspend", "memory_snapshot", "disk_snapshot", "egress_allowlist", "egress_open",
+    "egress_tcp", "tunnel", "volumes", "metrics", "audit", "images", "workspace_bundle", "bind_workspace",
+)  # fmt: skip
+MODES = ("none", "allowlist", "open")
+"""From the strictest on."""
+
+RESERVED_ENV = frozenset(
+    {
+        "SANDBOX_RUN_AS", "SANDBOX_EGRESS_ALLOW", "SANDBOX_INGRESS_PORTS", "SANDBOX_PROXY_PORT",
+        "SANDBOX_UMASK", "BASH_ENV", "ENV", "LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "SHELLOPTS",
+        "BASHOPTS", "PS4", "IFS", "GLOBIGNORE", "DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CERT_PATH",
+        "DOCKER_TLS_VERIFY", "DOCKER_CONTEXT",
+    }
+)  # fmt: skip
+
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\Z")
+IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}\Z")
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+LABEL_KEY = re.compile(r"[a-z0-9][a-z0-9._/-]{0,62}\Z")
+HOST_LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\Z")
+BRANCH = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}\Z")
+COMMIT = re.compile(r"[0-9a-f]{7,64}\Z")
+MAX_LABELS = 32
+MIN_MEMORY_MB = 128
+"""The guest's kernel and agent do not start in less."""
+MIN_DISK_MB = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_cpus: int = 8
+    max_memory_mb: int = 16384
+    max_disk_mb: int = 102400
+    max_idle_timeout_secs: int = 604800
+    min_snapshot_every_secs: int = 300
+    max_snapshot_keep: int = 5
+    max_lifetime_secs: int = 0
+    """0: no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The operator's decisions. The network part is what a backend without egress leaves of them."""
+
+    limits: Limits = field(default_factory=Limits)
+    cpus: float = 1
+    memory_mb: int = 1024
+    disk_mb: int = 10240
+    idle_timeout_secs: int = 1800
+    default_image: str = DEFAULT_IMAGE
+    ceiling: str = "none"
+    default_network: Network = field(default_factory=lambda: Network("none"))
+    may_allow: tuple[str, ...] = ()
+    capabilities: frozenset[str] = frozenset({"workspace_bundle", "tunnel"})
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A create as it will be done. `env` holds values: it is handed to the guest and then forgotten."""
+
+    name: str
+    image: str
+    cpus: float
+    memory_mb: int
+    disk_mb: int
+    idle_timeout_secs: int
+    lifetime_secs: int
+    labels: dict[str, str]
+    network: Network
+    env: dict[str, str] = field(repr=False)
+
+
+def resolve(request: CreateRequest, policy: Policy) -> Spec:
+    """Checks in the order of API §3.2, steps 2 to 11."""
+    limits = policy.limits
+    if request.snapshot_id:
+        raise Unsupported("this endpoint has no snapshots")
+    name = sandbox_name(request.name) if request.name else ""
+    labels = check_labels(request.labels or {})
+    image = request.image or policy.default_image
+    if not IMAGE.match(image):
+        raise InvalidRequest("image is not a valid reference")
+    if image != policy.default_image:
+        raise Unsupported(f"OCI images are not built yet: the only image here is {policy.default_image}")
+    cpus = request.cpus or policy.cpus
+    if not math.isfinite(cpus) or cpus < 0 or cpus > limits.max_cpus:
+        raise InvalidRequest(f"cpus must be between 0 and {limits.max_cpus}")
+    memory_mb = request.memory_mb or policy.memory_mb
+    _within("memory_mb", memory_mb, MIN_MEMORY_MB, limits.max_memory_mb)
+    disk_mb = request.disk_mb or policy.disk_mb
+    _within("disk_mb", disk_mb, MIN_DISK_MB, limits.max_disk_mb)
+    idle = idle_timeout(request.idle_timeout_secs or policy.idle_timeout_secs, limits)
+    lifetime = request.lifetime_secs or limits.max_lifetime_secs
+    if lifetime < 0 or (limits.max_lifetime_secs and lifetime > limits.max_lifetime_secs):
+        most = f" and at most {limits.max_lifetime_secs}" if limits.max_lifetime_secs else ""
+        raise InvalidRequest(f"lifetime_secs must not be negative{most}")
+    env = check_env(request.env or {})
+    decided = network(request.network, policy)
+    if request.bind is not None:
+        raise Refused("the server's policy does not allow bind")
+    if request.snapshot_every_secs or request.snapshot_keep:
+        raise Unsupported("this endpoint has no snapshots")
+    if request.volumes:
+        raise Unsupported("this endpoint has no volumes")
+    return Spec(name, image, cpus, memory_mb, disk_mb, idle, lifetime, labels, decided, env)
+
+
+def network(request: NetworkRequest | None, policy: Policy) -> Network:
+    """API §4. `InvalidRequest` where it is malformed, `Refused` where a rule forbids it."""
+    if request is None:
+        return policy.default_network
+    mode = policy.default_network.mode if request.mode is None else request.mode
+    if mode not in MODES:
+        raise InvalidRequest(f"network.mode must be one of {', '.join(MODES)}")
+    allow = None if request.allow is None else _hosts("network.allow", request.allow)
+    deny = _hosts("network.deny", request.deny or ())
+    if mode != "allowlist" and allow:
+        raise InvalidRequest(f"network.allow has no meaning with mode {mode}")
+    if MODES.index(mode) > MODES.index(policy.ceiling):
+        raise Refused(f"network mode {mode} is above this server's ceiling, {policy.ceiling}")
+    if mode == "none":
+        return Network("none")
+    if mode == "open":
+        return Network("open", None, deny)
+    defaults = policy.default_network.allow or ()
+    if allow is None:
+        allow = defaults
+    for host in allow:
+        if host not in defaults and not any(covers(pattern, host) for pattern in policy.may_allow):
+            raise Refused(f"network.allow: {host} is not among the names this server may allow")
+    if not allow:
+        raise Refused("network.allow: an allowlist that names nothing is refused; ask for mode none")
+    return Network("allowlist", allow, deny)
+
+
+def covers(pattern: str, host: str) -> bool:
+    """Whether a `may_allow` entry permits a name, or a wildcard no broader than itself."""
+    if pattern == "*":
+        return True
+    if pattern.startswith("*."):
+        return host.removeprefix("*").endswith(pattern[1:]) and host != pattern[2:]
+    return host == pattern
+
+
+def host_name(text: str) -> str:
+    """A name for an allow or deny list, normalised. Addresses and bare wildcards are refused."""
+    host = text.lower().removesuffix(".")
+    labels = host.removeprefix("*.").split(".")
+    numeric = all(label.isdigit() for label in labels)
+    if len(host) > 253 or numeric or not all(HOST_LABEL.match(label) for label in labels):
+        raise InvalidRequest(f"{printable(text)} is not a host name")
+    return host
+
+
+def sandbox_name(text: str) -> str:
+    if not NAME.match(text):
+        raise InvalidRequest("name must be 1 to 63 characters of a-z, 0-9 and -, not starting with -")
+    return text
+
+
+def check_labels(labels: dict[str, str]) -> dict[str, str]:
+    if len(labels) > MAX_LABELS:
+        raise InvalidRequest(f"at most {MAX_LABELS} labels")
+    for key, value in labels.items():
+        label(key, value)
+    return labels
+
+
+def label(key: str, value: str) -> None:
+    if not LABEL_KEY.match(key):
+        raise InvalidRequest(f"{printable(key)} is not a label key")
+    what = f"the value of the label {key}"
+    if len(_utf8(what, value)) > 256 or any(c < " " or "\x7f" <= c <= "\x9f" for c in value):
+        raise InvalidRequest(f"{what} must be at most 256 bytes without control characters")
+
+
+def check_env(env: dict[str, str]) -> dict[str, str]:
+    for name, value in env.items():
+        trimmed = name.strip()
+        if trimmed in RESERVED_ENV:
+            raise Refused(f"the environment name {trimmed} is reserved")
+        if not ENV_NAME.match(name):
+            raise InvalidRequest(f"{printable(name)} is not an environment name")
+        _bytes(f"the value of {name}", value)
+    return env
+
+
+def argv(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    if not arguments or not arguments[0]:
+        raise InvalidRequest("argv must name a command")
+    for position, argument in enumerate(arguments):
+        _bytes(f"argv[{position}]", argument)
+    return arguments
+
+
+def guest_path(field_name: str, text: str) -> str:
+    """An absolute path in the guest, cleaned as text and never resolved here."""
+    _bytes(field_name, text)
+    if not text.startswith("/"):
+        raise InvalidRequest(f"{field_name} must be an absolute path")
+    if ".." in text.split("/"):
+        raise InvalidRequest(f"{field_name} must not hold ..")
+    return "/" + posixpath.normpath(text).lstrip("/")
+
+
+def branch(field_name: str, text: str) -> str:
+    if not BRANCH.match(text) or ".." in text or "//" in text or text.endswith((".lock", "/", ".")):
+        raise InvalidRequest(f"{field_name} is not a branch name")
+    return text
+
+
+def commit_or_branch(field_name: str, text: str) -> str:
+    return text if COMMIT.match(text) else branch(field_name, text)
+
+
+def idle_timeout(seconds: int, limits: Limits) -> int:
+    most = limits.max_idle_timeout_secs
+    if seconds < 0 or (most and seconds > most) or (seconds == 0 and most):
+        raise InvalidRequest(f"idle_timeout_secs must be between 1 and {most}")
+    return seconds
+
+
+def printable(text: str) -> str:
+    """Somebody's text inside a message: short, quoted, ASCII."""
+    return ascii(text if len(text) <= 80 else text[:80] + "…")
+
+
+def _hosts(field_name: str, hosts: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        return tuple(sorted({host_name(host) for host in hosts}))
+    except InvalidRequest as fault:
+        raise InvalidRequest(f"{field_name}: {fault.message}") from None
+
+
+def _within(field_name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InvalidRequest(f"{field_name} must be between {least} and {most}, or 0 for the default")
+
+
+def _bytes(what: str, text: str) -> None:
+    """Text that can stand in an argument, a path or an environment: no NUL, and bytes it can be turned
+    into."""
+    if "\0" in text:
+        raise InvalidRequest(f"{what} holds a NUL")
+    try:
+        text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{what} is not text") from None
+
+
+def _utf8(what: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{what} is not valid UTF-8") from None

@@ -1,0 +1,652 @@
+"""The verbs of the API, and the order of steps in each. Between the wire above and machines, guests and disks
+below.
+
+In: checked wire requests. Out: records, and errors that cross the API. A name is taken before anything is
+started and is free again once the sandbox has ended; whatever a create set up is undone, in reverse, wherever
+it stops. What a guest says reaches a client only as one clean line. Nothing but a request, an idle timeout or
+a lifetime ends a sandbox; one whose machine went away by itself is shown as terminated and its disk is put
+aside.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from sandboxd import policy as rules
+from sandboxd.assets.prepare import Assets, Progress
+from sandboxd.errors import (
+    ApiError,
+    BootFailed,
+    Conflict,
+    GuestProtocolError,
+    Internal,
+    InvalidRequest,
+    NotFound,
+    Unavailable,
+    Unsupported,
+)  # fmt: skip
+from sandboxd.guest import Connection, Download, Guest, GuestGone, GuestRefused, Source
+from sandboxd.lifecycle import State, move
+from sandboxd.policy import Policy, Spec
+from sandboxd.processes import Command, Finished, Process, Processes
+from sandboxd.store import ProcessRecord, SandboxRecord, Store
+from sandboxd.termsafe import clean, first_line
+from sandboxd.uids import Claim, Uids
+from sandboxd.vm.machine import Drive, Machine, MachineSpec
+from sandboxd.wire import CreateRequest, PatchRequest, ProcessRequest
+
+BOOT_S = 60.0
+"""Until guestd answers. Under emulation on a busy machine a boot takes several seconds."""
+TICK_S = 1.0
+MAX_TERMINATED = 100
+MESSAGE_CHARS = 500
+SIGNALS = ("INT", "TERM", "KILL", "HUP")
+
+log = logging.getLogger("sandboxd")
+
+
+class Backend(Protocol):
+    """What starts machines and finds those that outlived us."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def start(self, spec: MachineSpec) -> Machine: ...
+
+    async def adopt(self, directory: Path, sandbox_id: str) -> Machine | None: ...
+
+    def sweep(self, sandboxes: Path, known: frozenset[str]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The state directory, laid out."""
+
+    state: Path
+
+    @property
+    def sandboxes(self) -> Path:
+        return self.state / "sandboxes"
+
+    def machine(self, sandbox_id: str) -> Path:
+        return self.sandboxes / sandbox_id
+
+    def scratch(self, sandbox_id: str) -> Path:
+        return self.machine(sandbox_id) / "scratch.img"
+
+    @property
+    def outputs(self) -> Path:
+        return self.state / "output"
+
+    @property
+    def disks(self) -> Path:
+        """Disks of machines that ended by themselves."""
+        return self.state / "disks"
+
+    def disk(self, sandbox_id: str) -> Path:
+        return self.disks / f"{sandbox_id}.img"
+
+
+class AssetsState:
+    """Kernel, image and the rest: there, or being built."""
+
+    def __init__(self, assets: Assets | None) -> None:
+        self._assets = assets
+        self._progress = Progress("starting", 0, "")
+
+    def report(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def ready(self, assets: Assets) -> None:
+        self._assets = assets
+
+    def get(self) -> Assets:
+        if self._assets is None:
+            now = self._progress
+            detail = f", {now.detail}" if now.detail else ""
+            raise Unavailable(clean(f"the images are being built: {now.phase}, {now.percent} %{detail}"))
+        return self._assets
+
+
+class Live:
+    """A sandbox and what belongs to it. `machine` is there while it runs."""
+
+    def __init__(self, record: SandboxRecord, processes: Processes) -> None:
+        self.record = record
+        self.processes = processes
+        self.machine: Machine | None = None
+        self.claim: Claim | None = None
+        self.creating: anyio.CancelScope | None = None
+        self.deleted = False
+        self.gone = anyio.Event()
+        self.requests = 0
+        self.active_at = time.monotonic()
+
+    @property
+    def guest(self) -> Guest:
+        assert self.machine is not None
+        return Guest(self.machine.vsock_path)
+
+
+class Held:
+    """A guest's bytes on their way to a client; the sandbox is in use until they are closed."""
+
+    def __init__(self, download: Download, using: AsyncExitStack) -> None:
+        self.size = download.size
+        self._download, self._using = download, using
+
+    async def receive(self) -> bytes:
+        return await self._download.receive()
+
+    async def aclose(self) -> None:
+        try:
+            await self._download.aclose()
+        finally:
+            await self._using.aclose()
+
+
+class Service:
+    """One per daemon. Use it inside `async with`; leaving it lets go of the machines and ends none."""
+
+    def __init__(
+        self, places: Places, store: Store, backend: Backend, policy: Policy, assets: AssetsState,
+        uids: Uids | None,
+    ) -> None:  # fmt: skip
+        self.policy = policy
+        self.backend_name = backend.name
+        self._places, self._store, self._backend = places, store, backend
+        self._assets, self._uids = assets, uids
+        self._sandboxes: dict[str, Live] = {}
+        self._tasks = anyio.create_task_group()
+
+    async def __aenter__(self) -> Service:
+        await self._tasks.__aenter__()
+        self._tasks.start_soon(self._watch_clock)
+        return self
+
+    async def __aexit__(self, *fault: object) -> None:
+        self._tasks.cancel_scope.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    # -- sandboxes
+
+    async def create(self, request: CreateRequest) -> SandboxRecord:
+        spec = rules.resolve(request, self.policy)
+        assets = self._assets.get()
+        live = self._register(spec)
+        record = live.record
+        try:
+            with anyio.CancelScope() as live.creating:
+                await self._bring_up(live, spec, assets)
+                live.record = replace(record, state=move(record.state, State.RUNNING), uid=_uid(live.claim))
+                self._store.put(live.record)
+                self._tasks.start_soon(self._watch_machine, live)
+                return live.record
+            raise Conflict("the sandbox was deleted while it was starting")
+        except BootFailed as fault:
+            _log_boot(record.id, fault)
+            raise Internal(f"the sandbox did not start: {fault.step}") from None
+        finally:
+            live.creating = None
+            if live.record.state is State.PENDING:
+                del self._sandboxes[record.id]
+                self._store.forget(record.id)
+                live.gone.set()
+
+    def sandboxes(self, labels: list[tuple[str, str]]) -> list[SandboxRecord]:
+        """Newest first; those that have every label."""
+        found = [live.record for live in self._sandboxes.values()]
+        wanted = [record for record in found if all(record.labels.get(key) == value for key, value in labels)]
+        return sorted(wanted, key=lambda record: (record.created_at, record.id), reverse=True)
+
+    def get(self, ref: str) -> SandboxRecord:
+        live = self._find(ref)
+        live.active_at = time.monotonic()
+        return live.record
+
+    def update(self, ref: str, request: PatchRequest) -> SandboxRecord:
+        live = self._find(ref)
+        live.active_at = time.monotonic()
+        record = live.record
+        if request.network is not None:
+            raise Unsupported("this endpoint cannot change the network of a running sandbox")
+        if request.name is None and request.labels is None and request.idle_timeout_secs is None:
+            raise InvalidRequest("nothing to change: name, labels or idle_timeout_secs")
+        if request.name is not None:
+            record = replace(record, name=rules.sandbox_name(request.name) if request.name else "")
+        if request.labels is not None:
+            record = replace(record, labels=rules.check_labels(request.labels))
+        if request.idle_timeout_secs is not None:
+            idle = rules.idle_timeout(request.idle_timeout_secs, self.policy.limits)
+            record = replace(record, idle_timeout_secs=idle)
+        if record.state not in (State.RUNNING, State.SUSPENDED):
+            raise Conflict(f"the sandbox is {record.state.value}")
+        if record.name != live.record.name:
+            self._require_free(record.name)
+        live.record = record
+        self._store.put(record)
+        return record
+
+    async def delete(self, ref: str) -> None:
+        live = self._find(ref)
+        if live.record.state is State.PENDING:
+            live.deleted = True
+            if live.creating is not None:
+                live.creating.cancel()
+        elif live.record.state is not State.TERMINATED:
+            self._tasks.start_soon(self._end, live, "request", False)
+        elif live.gone.is_set():
+            self._places.disk(live.record.id).unlink(missing_ok=True)
+        await live.gone.wait()
+
+    async def end_all(self) -> None:
+        """For a daemon that was told to take its sandboxes along."""
+        async with anyio.create_task_group() as tasks:
+            for live in list(self._sandboxes.values()):
+                if live.record.state is not State.TERMINATED:
+                    tasks.start_soon(self.delete, live.record.id)
+
+    # -- processes
+
+    @asynccontextmanager
+    async def run(self, ref: str, request: ProcessRequest, stdin: bytes) -> AsyncIterator[Finished]:
+        """The result, to be read inside the block. Leaving early kills the process."""
+        if request.tty:
+            raise InvalidRequest("run has no terminal; start a process instead")
+        timeout_s = request.timeout_secs or 0
+        if not math.isfinite(timeout_s) or timeout_s < 0:
+            raise InvalidRequest("timeout_secs must not be negative")
+        command = _command(request)
+        async with AsyncExitStack() as running:
+            live = await running.enter_async_context(self._using(ref))
+            run = live.processes.run(live.guest, command, stdin, timeout_s)
+            yield await running.enter_async_context(run)
+
+    async def start(self, ref: str, request: ProcessRequest) -> ProcessRecord:
+        if request.stdin or request.timeout_secs:
+            raise InvalidRequest("stdin and timeout_secs belong to run")
+        command = _command(request)
+        async with self._using(ref) as live:
+            return await live.processes.start(live.guest, command)
+
+    def processes(self, ref: str) -> list[ProcessRecord]:
+        return self._touched(ref).processes.all()
+
+    def process(self, ref: str, pid: str) -> Process:
+        """For reading its record and output, of a terminated sandbox's too."""
+        return self._touched(ref).processes.get(pid)
+
+    @asynccontextmanager
+    async def feeding(self, ref: str, pid: str) -> AsyncIterator[Process]:
+        """A process of a running sandbox, while somebody talks to it."""
+        async with self._using(ref) as live:
+            yield live.processes.get(pid)
+
+    async def signal(self, ref: str, pid: str, name: str) -> None:
+        if name not in SIGNALS:
+            raise InvalidRequest(f"signal must be one of {', '.join(SIGNALS)}")
+        live = self._touched(ref)
+        if live.processes.get(pid).running:
+            async with self._using(ref):
+                await live.processes.signal(live.guest, pid, name)
+
+    # -- files and the workspace
+
+    async def read_file(self, ref: str, path: str) -> Held:
+        clean_path = rules.guest_path("path", path)
+        return await self._held(ref, lambda guest: guest.read(clean_path))
+
+    async def write_file(self, ref: str, path: str, size: int, body: Source) -> None:
+        clean_path = rules.guest_path("path", path)
+        async with self._using(ref) as live:
+            await live.guest.write(clean_path, size, body)
+
+    async def remove_file(self, ref: str, path: str) -> None:
+        clean_path = rules.guest_path("path", path)
+        async with self._using(ref) as live:
+            await live.guest.remove(clean_path)
+
+    async def list_dir(self, ref: str, path: str) -> Held:
+        """The guest's listing as it wrote it: JSON that nobody here has looked at."""
+        clean_path = rules.guest_path("path", path)
+        return await self._held(ref, lambda guest: guest.list(clean_path))
+
+    async def bundle_in(self, ref: str, branch: str, size: int, body: Source) -> None:
+        name = rules.branch("branch", branch)
+        async with self._using(ref) as live:
+            await live.guest.bundle_in(name, size, body)
+
+    async def bundle_out(self, ref: str, base: str, branch: str) -> Held:
+        start, name = rules.commit_or_branch("base", base), rules.branch("branch", branch)
+        return await self._held(ref, lambda guest: guest.bundle_out(start, name))
+
+    @asynccontextmanager
+    async def tunnel(self, ref: str, port: int) -> AsyncIterator[Connection]:
+        async with self._using(ref) as live:
+            connection = await live.guest.dial(port)
+            try:
+                yield connection
+            finally:
+                await connection.aclose()
+
+    def spare(self, ref: str) -> Path:
+        """A directory on the state's file system for a body whose size is not known beforehand."""
+        return self._places.machine(self._touched(ref).record.id)
+
+    # -- after a restart
+
+    def restore(self, record: SandboxRecord, machine: Machine | None) -> None:
+        """A sandbox of an earlier daemon; without a machine it has ended."""
+        live = self._add(record)
+        if machine is None:
+            live.processes.stop()
+            live.gone.set()
+            return
+        live.machine = machine
+        if self._uids is not None and record.uid is not None:
+            live.claim = self._uids.reclaim(record.uid)
+        self._tasks.start_soon(self._watch_machine, live)
+        self._tasks.start_soon(self._take_back, live)
+
+    async def _take_back(self, live: Live) -> None:
+        """Until the guest has answered: a silent one keeps its disk and is asked again."""
+        while live.record.state is State.RUNNING:
+            try:
+                await live.guest.wait_ready(BOOT_S)
+                taken, lost = await live.processes.take_back(live.guest)
+            except (GuestGone, GuestProtocolError, GuestRefused) as fault:
+                log.warning("%s: its guest was not reached: %s; it is asked again", live.record.id, fault)
+                await anyio.sleep(TICK_S)
+                continue
+            log.info("%s: taken back, %d processes attached again, %d lost", live.record.id, taken, lost)
+            return
+
+    # -- how
+
+    def _register(self, spec: Spec) -> Live:
+        """Claims the name and an id, before anything is started."""
+        self._require_free(spec.name)
+        record = SandboxRecord(
+            id=f"sbx_{secrets.token_hex(8)}", name=spec.name, state=State.PENDING, image=spec.image,
+            cpus=spec.cpus, memory_mb=spec.memory_mb, disk_mb=spec.disk_mb, env_names=tuple(sorted(spec.env)),
+            network=spec.network, created_at=time.time(), idle_timeout_secs=spec.idle_timeout_secs,
+            lifetime_secs=spec.lifetime_secs, labels=spec.labels,
+        )  # fmt: skip
+        self._store.put(record)
+        return self._add(record)
+
+    def _add(self, record: SandboxRecord) -> Live:
+        processes = Processes(record.id, self._places.outputs / record.id, self._store, self._tasks)
+        live = self._sandboxes[record.id] = Live(record, processes)
+        return live
+
+    async def _bring_up(self, live: Live, spec: Spec, assets: Assets) -> None:
+        sandbox_id = live.record.id
+        directory = self._places.machine(sandbox_id)
+        async with AsyncExitStack() as undo:
+            directory.mkdir(mode=0o700)
+            undo.push_async_callback(_shielded, _remove_tree, directory)
+            if self._uids is not None:
+                live.claim = self._uids.claim()
+                undo.callback(live.claim.close)
+            scratch = self._places.scratch(sandbox_id)
+            await make_scratch(scratch, spec.disk_mb)
+            machine = await self._backend.start(
+                MachineSpec(
+                    id=sandbox_id, cpus=math.ceil(spec.cpus), memory_mb=spec.memory_mb,
+                    kernel=assets.kernel, initramfs=assets.initramfs,
+                    drives=(Drive(assets.runtime, True), Drive(assets.image, True), Drive(scratch, False)),
+                    directory=directory, uid=_uid(live.claim),
+                )
+            )  # fmt: skip
+            undo.push_async_callback(_shielded, machine.terminate)
+            guest = Guest(machine.vsock_path)
+            await _before_exit(machine, "waiting for the guest agent", lambda: guest.wait_ready(BOOT_S))
+            hostname = (live.record.name or sandbox_id.replace("_", "-")).rstrip("-")
+            await _before_exit(machine, "configuring the guest", lambda: guest.configure(hostname, spec.env))
+            live.machine = machine
+            undo.pop_all()
+
+    async def _end(self, live: Live, reason: str, keep_disk: bool) -> None:
+        """The one way a sandbox ends. Its name is free at once; `gone` is set when nothing of it runs any
+        more."""
+        if live.record.state is State.TERMINATED:
+            return
+        with anyio.CancelScope(shield=True):
+            state = move(live.record.state, State.TERMINATED)
+            live.record = replace(live.record, state=state, ended_because=reason)
+            self._store.put(live.record)
+            live.processes.stop()
+            assert live.machine is not None
+            try:
+                await live.machine.terminate()
+                if keep_disk:
+                    put_aside(self._places, live.record.id)
+                await _remove_tree(self._places.machine(live.record.id))
+            finally:
+                if live.claim is not None:
+                    live.claim.close()
+                live.machine = live.claim = None
+                live.gone.set()
+        log.info("%s: ended: %s", live.record.id, reason)
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        ended = [live for live in self._sandboxes.values() if live.record.state is State.TERMINATED]
+        ended.sort(key=lambda live: live.record.created_at, reverse=True)
+        for live in ended[MAX_TERMINATED:]:
+            if live.gone.is_set():
+                live.processes.remove()
+                self._places.disk(live.record.id).unlink(missing_ok=True)
+                self._store.forget(live.record.id)
+                del self._sandboxes[live.record.id]
+
+    async def _watch_machine(self, live: Live) -> None:
+        """A machine that goes away by itself takes its sandbox along, but not its disk."""
+        machine = live.machine
+        assert machine is not None
+        await machine.wait_exit()
+        if live.record.state is not State.TERMINATED:
+            console = _console(await machine.console_tail())
+            log.error("%s: its machine ended by itself%s", live.record.id, console)
+            await self._end(live, "its machine ended", True)
+
+    async def _watch_clock(self) -> None:
+        while True:
+            await anyio.sleep(TICK_S)
+            for live in list(self._sandboxes.values()):
+                if live.record.state is State.RUNNING and (reason := self._overdue(live)):
+                    self._tasks.start_soon(self._end, live, reason, False)
+
+    def _overdue(self, live: Live) -> str:
+        record = live.record
+        if record.lifetime_secs and time.time() >= record.created_at + record.lifetime_secs:
+            return "lifetime"
+        if live.requests or live.processes.running:
+            live.active_at = time.monotonic()
+        quiet = time.monotonic() - live.active_at
+        return "idle" if record.idle_timeout_secs and quiet >= record.idle_timeout_secs else ""
+
+    def _find(self, ref: str) -> Live:
+        if ref in self._sandboxes:
+            return self._sandboxes[ref]
+        named = [live for live in self._sandboxes.values() if live.record.name == ref and ref]
+        if not named:
+            raise NotFound("no such sandbox")
+        # The live one first, then the newest.
+        return max(named, key=lambda one: (one.record.state is not State.TERMINATED, one.record.created_at))
+
+    def _touched(self, ref: str) -> Live:
+        live = self._find(ref)
+        live.active_at = time.monotonic()
+        return live
+
+    def _running(self, ref: str) -> Live:
+        live = self._touched(ref)
+        if live.record.state is not State.RUNNING:
+            raise Conflict(f"the sandbox is {live.record.state.value}")
+        return live
+
+    @asynccontextmanager
+    async def _using(self, ref: str) -> AsyncIterator[Live]:
+        """A running sandbox, active as long as the block lasts; the guest's errors become the API's."""
+        live = self._running(ref)
+        live.requests += 1
+        try:
+            yield live
+        except GuestRefused as no:
+            raise refusal(no) from None
+        except GuestProtocolError as fault:
+            log.warning("%s: %s", live.record.id, fault)
+            raise Internal("the sandbox broke the protocol") from None
+        except GuestGone as fault:
+            if live.machine is not None:
+                with anyio.move_on_after(TICK_S):
+                    await live.machine.wait_exit()
+            if live.machine is None or live.record.state is not State.RUNNING:
+                raise Conflict("the sandbox has ended") from None
+            log.warning("%s: %s", live.record.id, fault)
+            raise Internal("the sandbox does not answer") from None
+        finally:
+            live.requests -= 1
+            live.active_at = time.monotonic()
+
+    async def _held(self, ref: str, ask: Callable[[Guest], Awaitable[Download]]) -> Held:
+        async with AsyncExitStack() as using:
+            live = await using.enter_async_context(self._using(ref))
+            download = await ask(live.guest)
+            return Held(download, using.pop_all())
+
+    def _require_free(self, name: str) -> None:
+        for live in self._sandboxes.values():
+            if name and live.record.name == name and live.record.state is not State.TERMINATED:
+                raise Conflict(f"a sandbox named {name} exists")
+
+
+REFUSALS: dict[str, type[ApiError]] = {
+    "not_found": NotFound,
+    "is_dir": InvalidRequest,
+    "not_dir": InvalidRequest,
+    "no_such_command": InvalidRequest,
+    "no_such_cwd": InvalidRequest,
+    "bad_request": InvalidRequest,
+    "too_large": InvalidRequest,
+    "not_empty": Conflict,
+    "read_only": Conflict,
+    "nothing_new": Conflict,
+    "disk_full": Conflict,
+    "internal": Internal,
+}
+"""The guest protocol's codes as the API's errors."""
+
+
+def refusal(no: GuestRefused) -> ApiError:
+    if no.code == "internal":
+        log.warning("a guest failed: %s", _line(no.message))
+        return Internal("the request failed inside the sandbox")
+    text = _line(no.message) or no.code.replace("_", " ")
+    if no.code == "no_such_cwd" and "cwd" not in text:
+        text = f"cwd: {text}"
+    return REFUSALS[no.code](text)
+
+
+async def make_scratch(path: Path, size_mb: int) -> None:
+    """A sparse ext4 file system. Its tables are written when they are needed, so a large one costs as
+    little."""
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, size_mb << 20)
+    finally:
+        os.close(fd)
+    command = [
+        "mke2fs", "-q", "-F", "-t", "ext4", "-m", "0", "-L", "scratch",
+        "-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard,root_owner=0:0",
+        str(path),
+    ]  # fmt: skip
+    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
+    done = await anyio.run_process(command, check=False, env=environment)
+    if done.returncode:
+        log.error("mke2fs failed: %s", _line(done.stderr.decode(errors="replace")))
+        raise Internal("the sandbox's disk could not be made")
+
+
+def put_aside(places: Places, sandbox_id: str) -> None:
+    """Keeps the disk of a machine that nobody asked to end."""
+    places.disks.mkdir(mode=0o700, exist_ok=True)
+    try:
+        places.scratch(sandbox_id).rename(places.disk(sandbox_id))
+    except FileNotFoundError:
+        return
+    log.info("%s: its disk is kept as disks/%s.img until the sandbox is deleted", sandbox_id, sandbox_id)
+
+
+def _command(request: ProcessRequest) -> Command:
+    argv = rules.argv(request.argv or ())
+    env = rules.check_env(request.env or {})
+    cwd = rules.guest_path("cwd", request.cwd) if request.cwd else rules.HOME
+    rows, cols = request.rows or 0, request.cols or 0
+    if not (0 <= rows < 1 << 16 and 0 <= cols < 1 << 16):
+        raise InvalidRequest("rows and cols must be between 0 and 65535")
+    return Command(argv, env, cwd, bool(request.tty), rows, cols)
+
+
+async def _before_exit(machine: Machine, step: str, act: Callable[[], Awaitable[None]]) -> None:
+    """Does something with a machine that may die meanwhile, or answer wrongly: then `BootFailed`, at once."""
+    fault = "the machine ended"
+    done = False
+
+    async def watch(scope: anyio.CancelScope) -> None:
+        await machine.wait_exit()
+        scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch, tasks.cancel_scope)
+        try:
+            await act()
+            done = True
+        except (GuestGone, GuestProtocolError, GuestRefused) as error:
+            # A refusal's own text is the guest's, and may repeat what it was given.
+            fault = str(error)
+        tasks.cancel_scope.cancel()
+    if not done:
+        raise BootFailed(f"{step}: {fault}", None, await machine.console_tail())
+
+
+async def _shielded(act: Callable[..., Awaitable[None]], *arguments: object) -> None:
+    with anyio.CancelScope(shield=True):
+        await act(*arguments)
+
+
+async def _remove_tree(directory: Path) -> None:
+    await anyio.to_thread.run_sync(lambda: shutil.rmtree(directory, ignore_errors=True))
+
+
+def _uid(claim: Claim | None) -> int | None:
+    return None if claim is None else claim.uid
+
+
+def _line(text: str) -> str:
+    return first_line(text)[:MESSAGE_CHARS]
+
+
+def _log_boot(sandbox_id: str, fault: BootFailed) -> None:
+    log.error("%s: %s%s", sandbox_id, clean(str(fault)), _console(fault.console_tail))
+
+
+def _console(tail: bytes) -> str:
+    lines = [clean(line) for line in tail.decode(errors="replace").splitlines()]
+    return "".join(f"\n    console: {line}" for line in lines if line)

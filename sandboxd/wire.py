@@ -1,0 +1,293 @@
+"""The API's types and its one route table. A leaf: names here are the names on the wire.
+
+Requests refuse unknown fields and duplicate keys; `null` means absent, as it does for a Go peer. Answers
+write a field that has no default always (so `network.allow` and `exit_code` may be null) and one with a
+default only when it differs. Text is UTF-8; a byte of a path or an argument that is not comes and goes as a
+lone surrogate escape (`\\udc80`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import unquote_to_bytes
+
+import msgspec
+
+from sandboxd.errors import InvalidRequest
+
+API_VERSION = "v1"
+JSON_CAP = 1 << 20
+RAW_CAP = 64 << 20
+BUNDLE_CAP = 4 << 30
+CHUNK = 64 << 10
+STREAM_PROTOCOL = "sbx-stream/1"
+TUNNEL_PROTOCOL = "sbx-tunnel/1"
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of what a client sends."""
+
+
+class NetworkRequest(Request, frozen=True, kw_only=True):
+    mode: str | None = None
+    allow: tuple[str, ...] | None = None
+    deny: tuple[str, ...] | None = None
+
+
+class BindRequest(Request, frozen=True, kw_only=True):
+    host_path: str | None = None
+    read_only: bool | None = None
+
+
+class MountRequest(Request, frozen=True, kw_only=True):
+    name: str | None = None
+    path: str | None = None
+    read_only: bool | None = None
+
+
+class CreateRequest(Request, frozen=True, kw_only=True):
+    name: str | None = None
+    image: str | None = None
+    cpus: float | None = None
+    memory_mb: int | None = None
+    disk_mb: int | None = None
+    env: dict[str, str] | None = None
+    network: NetworkRequest | None = None
+    idle_timeout_secs: int | None = None
+    lifetime_secs: int | None = None
+    snapshot_id: str | None = None
+    snapshot_every_secs: int | None = None
+    snapshot_keep: int | None = None
+    labels: dict[str, str] | None = None
+    volumes: tuple[MountRequest, ...] | None = None
+    bind: BindRequest | None = None
+
+
+class PatchRequest(Request, frozen=True, kw_only=True):
+    network: NetworkRequest | None = None
+    name: str | None = None
+    labels: dict[str, str] | None = None
+    idle_timeout_secs: int | None = None
+
+
+class ProcessRequest(Request, frozen=True, kw_only=True):
+    """For `run` and for `processes`; `stdin` (base64) and `timeout_secs` are `run`'s, the terminal is
+    `processes`'."""
+
+    argv: tuple[str, ...] | None = None
+    env: dict[str, str] | None = None
+    cwd: str | None = None
+    stdin: str | None = None
+    timeout_secs: float | None = None
+    tty: bool | None = None
+    rows: int | None = None
+    cols: int | None = None
+
+
+class SignalRequest(Request, frozen=True, kw_only=True):
+    signal: str | None = None
+
+
+class Empty(Request, frozen=True, kw_only=True):
+    """Routes that take no field."""
+
+
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Base of what the server sends."""
+
+
+class Network(Answer, frozen=True, kw_only=True):
+    mode: str
+    allow: tuple[str, ...] | None
+    deny: tuple[str, ...] = ()
+
+
+class Sandbox(Answer, frozen=True, kw_only=True):
+    id: str
+    name: str = ""
+    state: str
+    image: str
+    cpus: float
+    memory_mb: int
+    disk_mb: int
+    env_names: tuple[str, ...] = ()
+    network: Network
+    created_at: str
+    idle_timeout_secs: int
+    lifetime_secs: int = 0
+    expires_at: str = ""
+    labels: dict[str, str] = {}
+
+
+class Sandboxes(Answer, frozen=True, kw_only=True):
+    sandboxes: list[Sandbox]
+
+
+class Process(Answer, frozen=True, kw_only=True):
+    pid: int
+    tty: bool = False
+    argv: tuple[str, ...]
+    state: str
+    exit_code: int | None
+    started_at: str
+
+
+class Processes(Answer, frozen=True, kw_only=True):
+    processes: list[Process]
+
+
+class Limits(Answer, frozen=True, kw_only=True):
+    max_cpus: int
+    max_memory_mb: int
+    max_disk_mb: int
+    max_idle_timeout_secs: int
+    min_snapshot_every_secs: int
+    max_snapshot_keep: int
+    max_lifetime_secs: int
+
+
+class NetworkOffer(Answer, frozen=True, kw_only=True):
+    default: Network
+    ceiling: str
+    may_allow: tuple[str, ...]
+
+
+class Capabilities(Answer, frozen=True, kw_only=True):
+    api_version: str
+    backend: str
+    capabilities: dict[str, bool]
+    limits: Limits
+    network: NetworkOffer
+
+
+T = TypeVar("T", bound=Request)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """A request's body as its type. Empty is `{}`. Raises `InvalidRequest` naming the place of the fault."""
+    try:
+        text = body.decode() or "{}"
+        raw = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as fault:
+        raise InvalidRequest(str(fault)) from None
+    except UnicodeDecodeError:
+        raise InvalidRequest("the body is not UTF-8") from None
+    except json.JSONDecodeError as fault:
+        # Its own text would repeat a piece of the body, and a body holds environment values.
+        raise InvalidRequest(f"the body is not JSON: {fault.msg} at byte {fault.pos}") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+
+
+def encode(value: Any) -> bytes:
+    """An answer as JSON, ASCII only."""
+    return json.dumps(msgspec.to_builtins(value), separators=(",", ":")).encode("ascii")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise InvalidRequest(f"the key {json.dumps(key[:64])} stands twice in one object")
+        found[key] = value
+    return found
+
+
+def _constant(name: str) -> NoReturn:
+    raise InvalidRequest(f"{name} is not a JSON number")
+
+
+class Body(Enum):
+    """What a route's body is: its media type and its limit."""
+
+    JSON = ("application/json", JSON_CAP)
+    RAW = ("application/octet-stream", RAW_CAP)
+    BUNDLE = ("application/octet-stream", BUNDLE_CAP)
+
+    @property
+    def media_type(self) -> str:
+        return self.value[0]
+
+    @property
+    def cap(self) -> int:
+        return self.value[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """`name` is the operation's; `path` holds `{ref}` and `{pid}` as whole segments."""
+
+    name: str
+    method: str
+    path: str
+    body: Body = Body.JSON
+
+
+S = "/v1/sandboxes/{ref}"
+ROUTES: tuple[Route, ...] = (
+    Route("health", "GET", "/v1/health"),
+    Route("capabilities", "GET", "/v1/capabilities"),
+    Route("create", "POST", "/v1/sandboxes"),
+    Route("list", "GET", "/v1/sandboxes"),
+    Route("get", "GET", S),
+    Route("update", "PATCH", S),
+    Route("delete", "DELETE", S),
+    Route("run", "POST", f"{S}/run"),
+    Route("start", "POST", f"{S}/processes"),
+    Route("processes", "GET", f"{S}/processes"),
+    Route("process", "GET", f"{S}/processes/{{pid}}"),
+    Route("output", "GET", f"{S}/processes/{{pid}}/output"),
+    Route("stdin", "POST", f"{S}/processes/{{pid}}/stdin", Body.RAW),
+    Route("signal", "POST", f"{S}/processes/{{pid}}/signal"),
+    Route("attach", "GET", f"{S}/processes/{{pid}}/attach"),
+    Route("read_file", "GET", f"{S}/files"),
+    Route("write_file", "PUT", f"{S}/files", Body.RAW),
+    Route("remove_file", "DELETE", f"{S}/files"),
+    Route("list_dir", "GET", f"{S}/dirs"),
+    Route("tunnel", "GET", f"{S}/tunnel"),
+    Route("bundle_in", "POST", f"{S}/workspace", Body.BUNDLE),
+    Route("bundle_out", "GET", f"{S}/workspace/bundle"),
+    Route("suspend", "POST", f"{S}/suspend"),
+    Route("resume", "POST", f"{S}/resume"),
+    Route("snapshot", "POST", f"{S}/snapshots"),
+    Route("snapshot_schedule", "PUT", f"{S}/snapshot-schedule"),
+    Route("metrics", "GET", f"{S}/metrics"),
+    Route("events", "GET", f"{S}/events"),
+    Route("snapshots", "GET", "/v1/snapshots"),
+    Route("delete_snapshot", "DELETE", "/v1/snapshots/{ref}"),
+    Route("create_volume", "POST", "/v1/volumes"),
+    Route("volumes", "GET", "/v1/volumes"),
+    Route("delete_volume", "DELETE", "/v1/volumes/{ref}"),
+    Route("images", "GET", "/v1/images"),
+    Route("install_image", "POST", "/v1/images"),
+    Route("delete_image", "DELETE", "/v1/images"),
+)
+
+def _pattern(path: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[^/]+)", re.escape(path)) + r"\Z")
+
+
+_PATTERNS = tuple((route, _pattern(route.path)) for route in ROUTES)
+
+
+def match(method: str, path: str) -> tuple[Route, dict[str, str]] | None:
+    """The route of a request line, with the decoded segments in place of `{ref}` and `{pid}`."""
+    for route, pattern in _PATTERNS:
+        if route.method == method and (found := pattern.match(path)):
+            return route, {key: unquote(value) for key, value in found.groupdict().items()}
+    return None
+
+
+def query(text: str) -> list[tuple[str, str]]:
+    """A query string's pairs in order; `+` is a blank."""
+    pairs = (part.partition("=") for part in text.replace("+", " ").split("&") if part)
+    return [(unquote(key), unquote(value)) for key, _, value in pairs]
+
+
+def unquote(text: str) -> str:
+    return unquote_to_bytes(text).decode(errors="surrogateescape")
