@@ -18,14 +18,14 @@ The host dials, the guest never does. One connection carries one request:
 
 The guest closes after `x`. The host's end of stream, half-closed or whole, is a hang-up: it ends everything
 the process started, unless the process is kept; then it only detaches. So stdin ends with `e`, never with
-shutdown. Frames are taken in order: a signal behind stdin that the process does not read waits with it; another
-connection (attach) does not wait, and hanging up neither.
+shutdown. Frames are taken in order: a signal behind stdin that the process does not read waits with it;
+another connection (attach) does not wait, and hanging up neither.
 
 Strings are UTF-8; bytes that are none (argv, environment, paths) travel as the lone surrogates of Python's
 `surrogateescape`, written as JSON escapes. Every limit is a constant here and is checked before anything is
 allocated for what it limits. Neither end trusts the other: whatever does not fit raises GuestProtocolFault,
-and the connection is good for nothing more than one error line. This file does no input or output, and imports
-little, because it is loaded while a machine boots.
+and the connection is good for nothing more than one error line. This file does no input or output, and
+imports little, because it is loaded while a machine boots.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _CODE: Final = struct.Struct(">i")
 _GAP: Final = struct.Struct(">BQ")
 
 
-class GuestProtocolFault(Exception):  # noqa: N818 (a fault of the peer, not an error of ours)
+class GuestProtocolFault(Exception):
     """The other end broke the protocol. `code` is "bad_request" or "too_large"."""
 
     def __init__(self, message: str, code: str = "bad_request") -> None:
