@@ -15,8 +15,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sandboxd.client import Create, Sandbox  # noqa: E402
-from tests.daemon import Daemon  # noqa: E402
+from sandboxd.client import Create, Sandbox
+from tests.daemon import Daemon
 
 SHORT = os.environ.get("BENCH_SHORT") == "1"
 

@@ -35,7 +35,7 @@ from sandboxd.termsafe import clean
 
 COMMANDS = {
     "attach": "cli.attach",
-    "bring-back": "cli.bring_back",
+    "bring-back": "cli.collect",
     "doctor": "cli.doctor",
     "exec": "cli.exec",
     "kill": "cli.kill",
@@ -86,12 +86,12 @@ def _run(argv: list[str]) -> int:
     try:
         args = docopt(usage, argv=[name, *rest])
     except DocoptExit as error:
-        later: frozenset[str] = getattr(module, "LATER", frozenset())
+        later: Sequence[str] = getattr(module, "LATER", ())
         raise SandboxError(misuse(name, usage, rest, str(error), later)) from None
     return int(module.main(args))
 
 
-def misuse(name: str, usage: str, argv: Sequence[str], fault: str, later: frozenset[str]) -> str:
+def misuse(name: str, usage: str, argv: Sequence[str], fault: str, later: Sequence[str]) -> str:
     """What is wrong with arguments that do not fit `usage`, in one line."""
     ours = list(argv[: argv.index("--")] if "--" in argv else argv)
     given = [word.partition("=")[0] for word in ours if word.startswith("-") and word != "-"]

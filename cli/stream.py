@@ -21,9 +21,10 @@ import signal
 import stat
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum
+from threading import Thread
 
 from cli import terminal
 from cli.screen import Screen
@@ -51,13 +52,16 @@ class Detached(Exception):
     """The person let go; the process runs on."""
 
 
-def follow(attachment: Attachment, *, tty: bool, role: Role) -> int | None:
-    """Join the streams until the process ends. `tty` asks for our terminal in raw mode."""
+def follow(attachment: Attachment, send_signal: Callable[[str], None], *, tty: bool, role: Role) -> int | None:
+    """Join the streams until the process ends. `tty` asks for our terminal in raw mode.
+
+    `send_signal` takes INT, TERM, KILL or HUP to the process by a way of its own, past input that waits.
+    """
     with ExitStack() as stack:
         stack.enter_context(attachment)
         wakeup = stack.enter_context(_signals(tty))
         raw = stack.enter_context(terminal.Raw(0)) if tty else None
-        joined = _Joined(attachment, wakeup, raw, role)
+        joined = _Joined(attachment, send_signal, wakeup, raw, role)
         try:
             return joined.run()
         except Detached:
@@ -86,7 +90,15 @@ def _signals(tty: bool) -> Iterator[int]:
 
 
 class _Joined:
-    def __init__(self, attachment: Attachment, wakeup: int, raw: terminal.Raw | None, role: Role) -> None:
+    def __init__(
+        self,
+        attachment: Attachment,
+        send_signal: Callable[[str], None],
+        wakeup: int,
+        raw: terminal.Raw | None,
+        role: Role,
+    ) -> None:
+        self._send_signal = send_signal
         self._sock = attachment.sock
         self._sock.setblocking(False)
         self._decoder = attachment.decoder
@@ -120,7 +132,7 @@ class _Joined:
                 self._serve(fd, events)
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._kill_at = None
-                self._send(frame(b"s", b"KILL"))
+                self._deliver("KILL")
         if self._exit is None:
             raise Lost("the connection to sandboxd ended before the command did")
         return self._exit
@@ -219,7 +231,7 @@ class _Joined:
         if not self._owned:
             raise Detached
         if self._exit is None:
-            self._send(frame(b"s", b"HUP"))
+            self._deliver("HUP")
             self._kill_at = time.monotonic() + HANGUP_GRACE_S
 
     # To the process
@@ -235,7 +247,8 @@ class _Joined:
             self._send(frame(b"i", data))
         else:
             self._input_open = False
-            self._send(frame(b"e"))
+            if self._owned:
+                self._send(frame(b"e"))
 
     def _send(self, data: bytes) -> None:
         self._upload += data
@@ -273,13 +286,22 @@ class _Joined:
         elif self._exit is not None:
             self._shown.clear()
         elif number == signal.SIGHUP:
-            self._send(frame(b"s", b"HUP"))
+            self._deliver("HUP")
         elif self._asked_to_end > GIVE_UP_AFTER:
             raise Lost("sandboxd does not end the command")
         else:
-            first = b"INT" if number == signal.SIGINT else b"TERM"
-            self._send(frame(b"s", b"KILL" if self._asked_to_end else first))
+            first = "INT" if number == signal.SIGINT else "TERM"
+            self._deliver("KILL" if self._asked_to_end else first)
             self._asked_to_end += 1
+
+    def _deliver(self, name: str) -> None:
+        """In a thread: a daemon that is slow to answer holds up neither the output nor the next signal."""
+
+        def send() -> None:
+            with suppress(SandboxError):
+                self._send_signal(name)
+
+        Thread(target=send, daemon=True).start()
 
     def _pause(self) -> None:
         if self._raw:

@@ -227,8 +227,8 @@ def _done(result: tuple[int, bytes], what: str) -> None:
     code, tail = result
     if code != 0:
         message = tail.decode("utf-8", "replace").strip()
-        full = "No space left on device" in message
-        raise Refused("disk_full" if full else "bad_request", f"{what}: {message or f'git ended with {code}'}")
+        kind = "disk_full" if "No space left on device" in message else "bad_request"
+        raise Refused(kind, f"{what}: {message or f'git ended with {code}'}")
 
 
 # ---- in

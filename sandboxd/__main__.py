@@ -50,6 +50,7 @@ from sandboxd import settings as flags
 from sandboxd import unixpath
 from sandboxd.adopt import adopt, lock, make_private
 from sandboxd.assets import prepare as images
+from sandboxd.assets.prepare import Assets
 from sandboxd.errors import SandboxError, SetupError
 from sandboxd.policy import Policy
 from sandboxd.serve import Server
@@ -95,37 +96,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
             images.prepare(settings.assets_dir, settings.build_dir, _print_progress())
             log.info("the images are ready")
         else:
-            anyio.run(run, settings, choose_backend)
+            anyio.run(run, settings, parts)
     except* SandboxError as group:
         for fault in _leaves(group):
             print(f"sandboxd: {fault}", file=sys.stderr)
         sys.exit(1)
 
 
-def choose_backend(settings: Settings) -> tuple[Backend, str]:
-    """The backend and a line that says why."""
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the daemon is put together from: a backend, a line that says why that one, and where images come from."""
+
+    backend: Backend
+    why: str
+    present: Callable[[Path, Path], Assets | None]
+    prepare: Callable[[Path, Path, images.Report], Assets]
+
+
+def parts(settings: Settings) -> Parts:
     answer = native.kvm_probe()
     usable = answer.state is native.KvmState.OK
     accelerator = Accelerator.KVM if usable else Accelerator.TCG
     tools = find_tools(settings.build_dir / "sandbox-vsock", instance(settings.state_dir), accelerator)
     uids = range(settings.uid_base, settings.uid_base + COUNT) if os.geteuid() == 0 else range(0)
     why = f"KVM is {answer.state.value}: {answer.reason}"
-    return Qemu(tools, uids), f"qemu with {accelerator.value} ({why})"
+    return Parts(Qemu(tools, uids), f"qemu with {accelerator.value} ({why})", images.present, images.prepare)
 
 
-async def run(settings: Settings, choose: Callable[[Settings], tuple[Backend, str]]) -> None:
+async def run(settings: Settings, choose: Callable[[Settings], Parts]) -> None:
     """The daemon, from the lock to the last connection."""
     held = lock(settings.state_dir)
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        backend, why = choose(settings)
+        chosen = choose(settings)
         uids = Uids(settings.uid_base) if os.geteuid() == 0 else None
         with listen(settings.socket) as listener:
             store = Store(settings.state_dir / "state.sqlite")
             try:
-                await _serve(settings, store, backend, why, uids, listener)
+                await _serve(settings, chosen, store, uids, listener)
             finally:
                 store.close()
                 settings.socket.unlink(missing_ok=True)
@@ -134,25 +144,25 @@ async def run(settings: Settings, choose: Callable[[Settings], tuple[Backend, st
 
 
 async def _serve(
-    settings: Settings, store: Store, backend: Backend, why: str, uids: Uids | None, listener: socket.socket
+    settings: Settings, chosen: Parts, store: Store, uids: Uids | None, listener: socket.socket
 ) -> None:
     policy = Policy()
     places = Places(settings.state_dir)
-    assets = AssetsState(images.present(settings.assets_dir, settings.build_dir))
-    adopted = await adopt(places, store, backend)
-    async with Service(places, store, backend, policy, assets, uids) as service:
+    assets = AssetsState(chosen.present(settings.assets_dir, settings.build_dir))
+    adopted = await adopt(places, store, chosen.backend)
+    async with Service(places, store, chosen.backend, policy, assets, uids) as service:
         for one in adopted:
             service.restore(one.record, one.machine)
         log.info(
             "version %s, API %s, listening on unix://%s, backend %s, network ceiling %s (%s), image %s",
-            _version(), API_VERSION, settings.socket, clean(why), policy.ceiling,
+            _version(), API_VERSION, settings.socket, clean(chosen.why), policy.ceiling,
             "egress is not built yet", policy.default_image,
         )  # fmt: skip
         server = Server(service)
         async with anyio.create_task_group() as tasks:
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
                 tasks.start_soon(server.run, listener)
-                tasks.start_soon(_prepare, settings, assets)
+                tasks.start_soon(_prepare, settings, chosen, assets)
                 async for _ in signals:
                     break
                 log.info("stopping")
@@ -162,7 +172,7 @@ async def _serve(
                 tasks.cancel_scope.cancel()
 
 
-async def _prepare(settings: Settings, assets: AssetsState) -> None:
+async def _prepare(settings: Settings, chosen: Parts, assets: AssetsState) -> None:
     """Builds what is missing, in a thread, while the API already answers."""
     show = _print_progress()
 
@@ -171,7 +181,7 @@ async def _prepare(settings: Settings, assets: AssetsState) -> None:
         show(progress)
 
     found = await anyio.to_thread.run_sync(
-        images.prepare, settings.assets_dir, settings.build_dir, report, abandon_on_cancel=True
+        chosen.prepare, settings.assets_dir, settings.build_dir, report, abandon_on_cancel=True
     )
     assets.ready(found)
     log.info("ready")

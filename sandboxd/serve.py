@@ -319,8 +319,8 @@ class Client:
         which no event loop waits for once the end of the stream has been read."""
         poller = select.poll()
         poller.register(self._socket, 0)
-        while not poller.poll(0):
-            await anyio.sleep(HANGUP_CHECK_S)  # noqa: ASYNC110
+        while not poller.poll(0):  # noqa: ASYNC110
+            await anyio.sleep(HANGUP_CHECK_S)
 
     async def _receive(self) -> bytes:
         try:

@@ -21,7 +21,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 HEAD_LIMIT_BYTES = 32 * 1024
 HEADERS_LIMIT = 100
@@ -41,8 +41,7 @@ class ProtocolError(Exception):
     """The peer did not speak HTTP/1.1, or stopped in the middle."""
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """Status and header fields of an answer; names are lower case, repeated ones joined with a comma."""
 
     status: int
@@ -247,8 +246,7 @@ class Response:
         self.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Upgraded:
+class Upgraded(NamedTuple):
     """An accepted upgrade: the socket, and what the peer sent right behind its answer."""
 
     sock: socket.socket

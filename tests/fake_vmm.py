@@ -2,11 +2,12 @@
 
     python tests/fake_vmm.py --listen PATH --root DIR [--helper GUEST_EXEC]
 
-binds a unix socket at PATH that takes `CONNECT 5000\\n` and answers `OK n\\n`, as the vsock device of a real machine
-does, and prints `ready` once guestd answers. There is no VM: guestd runs in a bubblewrap container that has the
-host's programs read-only and its own /workspace, /sandbox/home, /tmp and process numbers, with what it writes in
-DIR. As root, commands run there as uid 1001, each in a cgroup where the host has a version 2 hierarchy; as an
-ordinary user everything is uid 1001 of a user namespace. TERM, or the death of this process, ends all of it.
+binds a unix socket at PATH that takes `CONNECT 5000\\n` and answers `OK n\\n`, as the vsock device of a
+real machine does, and prints `ready` once guestd answers. There is no VM: guestd runs in a bubblewrap
+container that has the host's programs read-only and its own /workspace, /sandbox/home, /tmp and process
+numbers, with what it writes in DIR. As root, commands run there as uid 1001, each in a cgroup where the
+host has a version 2 hierarchy; as an ordinary user everything is uid 1001 of a user namespace. TERM, or the
+death of this process, ends all of it.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ def container(root: Path, helper: Path, cgroup: Path | None) -> list[str]:
         "--proc", "/proc",
         "--dev", "/dev",
         "--tmpfs", "/dev/shm",
+        "--perms", "0755", "--dir", "/sandbox",
+        "--perms", "0755", "--dir", "/run",
         "--bind", str(root / "run"), "/run/guest",
         "--bind", str(root / "tmp"), "/tmp",
         "--bind", str(root / "workspace"), "/workspace",
@@ -142,7 +145,8 @@ def greet(client: socket.socket, guest: Guest) -> socket.socket | None:
 
 
 def copy(source: socket.socket, target: socket.socket) -> None:
-    """One direction until its end, which is passed on; a target that takes no more ends the source as well."""
+    """One direction until its end, which is passed on; a target that takes no more ends the source as
+    well."""
     try:
         while data := source.recv(256 << 10):
             target.sendall(data)

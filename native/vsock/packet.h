@@ -4,6 +4,7 @@
 #define SANDBOX_VSOCK_PACKET_H
 
 #include <linux/virtio_vsock.h>
+#include <sys/socket.h> /* before vm_sockets.h, which needs sa_family_t */
 #include <linux/vm_sockets.h>
 #include <stdint.h>
 #include <string.h>

@@ -88,19 +88,11 @@ static void give_control(struct device *device, struct connection *connection, c
 		connection_leave_control(device, connection);
 }
 
-static bool at_end(int fd)
-{
-	uint8_t byte;
-	ssize_t got = recv(fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-
-	return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
-}
-
 static void wait_for_credit(struct device *device, struct connection *connection)
 {
 	connection_leave_data(device, connection);
 	/* The end of the stream needs no credit. */
-	if (connection->half_closed && at_end(connection->fd)) {
+	if (connection->half_closed && connection_at_end(connection)) {
 		connection_finish_reading(device, connection);
 		return;
 	}

@@ -1,6 +1,7 @@
 #define _GNU_SOURCE
 #include "vsock.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -122,6 +123,14 @@ void connection_dial(struct device *device, struct connection *connection, uint3
 	connection_want_control(device, connection, PENDING_REQUEST);
 }
 
+bool connection_at_end(const struct connection *connection)
+{
+	uint8_t byte;
+	ssize_t got = recv(connection->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+
+	return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
+}
+
 void connection_client_gone(struct device *device, struct connection *connection)
 {
 	if (connection->client_gone)
@@ -134,8 +143,14 @@ void connection_client_gone(struct device *device, struct connection *connection
 		connection->client_gone = true;
 		connection->forwarded_bytes += connection->backlog.size_bytes;
 		backlog_clear(&connection->backlog);
+		connection->ended = connection->ended || connection_at_end(connection);
+		if (connection->ended) {
+			connection_leave_data(device, connection);
+			connection_want_shutdown(device, connection, SHUTDOWN_BOTH);
+			return;
+		}
+		/* What it sent before is still to be read; the end of it brings the other half. */
 		connection_want_shutdown(device, connection, VIRTIO_VSOCK_SHUTDOWN_RCV);
-		/* What it sent before is still to be read; the end of it brings SHUTDOWN_SEND. */
 		connection_readable(device, connection);
 		return;
 	default:

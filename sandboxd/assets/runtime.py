@@ -33,7 +33,7 @@ UNUSED = (
     "usr/lib/python3*/ensurepip", "usr/lib/python3*/idlelib", "usr/lib/python3*/lib2to3",
     "usr/lib/python3*/distutils", "usr/lib/python3*/pydoc_data", "usr/lib/python3*/test", "usr/lib/python3*/unittest",
     "usr/lib/python3*/turtledemo", "usr/lib/python3*/venv", "usr/lib/python3*/sqlite3", "usr/lib/python3*/curses",
-    "usr/lib/python3*/dbm", "usr/lib/python3*/__pycache__", "usr/lib/python3*/config-*",
+    "usr/lib/python3*/dbm", "usr/lib/python3*/sitecustomize.py", "usr/lib/python3*/config-*",
     *(
         f"usr/lib/python3*/lib-dynload/{name}.*"
         for name in (
@@ -71,7 +71,7 @@ mkdir -p dev proc sys run tmp root opt/sandbox/lib usr/share/git-core/templates
 printf '%s\n' root:x:0:0:root:/run:/ sandbox:x:1001:1001::/run:/ > etc/passwd
 printf '%s\n' root:x:0: tty:x:5: sandbox:x:1001: > etc/group
 cd ..
-PYTHONHASHSEED=0 chroot tree /usr/bin/python3 -s -S -m compileall -q --invalidation-mode unchecked-hash /usr/lib
+PYTHONHASHSEED=0 chroot tree /usr/bin/python3 -B -s -S -m compileall -q -f --invalidation-mode unchecked-hash /usr/lib
 tar --sort=name --mtime=@@EPOCH@ --numeric-owner --format=gnu -cf "$out" -C tree .
 """.replace("@UNUSED@", " ".join(UNUSED)).replace("@PROGRAMS@", "|".join(PROGRAMS)).replace(
     "@EPOCH@", str(drive.EPOCH_S)
@@ -96,7 +96,7 @@ cp "$4" tree/opt/sandbox/guestd
 chown -R 0:0 tree/opt/sandbox
 find tree/opt/sandbox -type d -exec chmod 755 {} + -o -type f -exec chmod 644 {} +
 chmod 755 tree/opt/sandbox/guest-exec
-PYTHONHASHSEED=0 chroot tree /usr/bin/python3 -s -S -m compileall -q --invalidation-mode unchecked-hash /opt/sandbox
+PYTHONHASHSEED=0 chroot tree /usr/bin/python3 -B -s -S -m compileall -q -f --invalidation-mode unchecked-hash /opt/sandbox
 shift 4
 "$@"
 """
