@@ -16,7 +16,8 @@ Commands:
   doctor                        say what this machine and its sandboxd can do
   version                       print the version
 
-`sandbox-cli COMMAND --help` says more. A command that ran something in a sandbox exits with its code; any error of its own is one line on stderr and exit code 1.
+`sandbox-cli COMMAND --help` says more. A command that ran something in a sandbox exits with its code; an
+error of its own is one line on stderr and exit code 1.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ COMMANDS = {
 }
 ALIASES = {"ls": "list"}
 LATER = (
-    "agent", "agent-run", "context", "events", "gateway", "image", "job", "mirror", "org", "recover", "resume",
-    "secret", "service", "snapshot", "snapshot-schedule", "ssh", "ssh-access", "ssh-key", "studio", "suspend",
-    "template", "tunnel", "update", "volume", "whoami",
+    "agent", "agent-run", "context", "events", "gateway", "image", "job", "mirror", "org", "recover",
+    "resume", "secret", "service", "snapshot", "snapshot-schedule", "ssh", "ssh-access", "ssh-key", "studio",
+    "suspend", "template", "tunnel", "update", "volume", "whoami",
 )  # fmt: skip
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141

@@ -52,7 +52,9 @@ class Detached(Exception):
     """The person let go; the process runs on."""
 
 
-def follow(attachment: Attachment, send_signal: Callable[[str], None], *, tty: bool, role: Role) -> int | None:
+def follow(
+    attachment: Attachment, send_signal: Callable[[str], None], *, tty: bool, role: Role
+) -> int | None:
     """Join the streams until the process ends. `tty` asks for our terminal in raw mode.
 
     `send_signal` takes INT, TERM, KILL or HUP to the process by a way of its own, past input that waits.

@@ -1,0 +1,95 @@
+"""Bring the commits of a run's sandbox into refs/sandbox/NAME of the repository it came from, once more.
+
+Usage:
+  sandbox-cli bring-back [options] SANDBOX
+
+What is not committed in the sandbox is committed there first. No branch, index or working tree of the
+repository is touched. Works as long as the sandbox runs.
+
+Options:
+  --name=NAME    the name below refs/sandbox/ (default: the one the run was given, else the sandbox's id)
+  --context=C    which sandboxd: `local` or unix:///path (default: the one of the run)
+  --json         print the result as an object
+  -h, --help     show this
+"""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from cli import bringback, context, repository, session, show
+from cli.bringback import Received
+from cli.gather import BRANCH, Gathered, gather
+from cli.repository import Repository
+from sandboxd.client import Client
+from sandboxd.errors import Conflict, SandboxError
+from sandboxd.termsafe import clean
+
+SHORT = 12
+
+
+def main(args: dict[str, Any]) -> int:
+    config = Path(context.config_dir())
+    record = session.load(config, args["SANDBOX"]) if session.SANDBOX_ID.fullmatch(args["SANDBOX"]) else None
+    endpoint = context.choose(args["--context"] or (record.context if record else None))
+    sandbox = endpoint.client.get(args["SANDBOX"])
+    record = record or session.load(config, sandbox.id)
+    if record is None:
+        raise SandboxError(f"no run from this account put a repository into {clean(args['SANDBOX'])}")
+    repo = repository.discover(Path(record.repo))
+    if repo is None:
+        raise SandboxError(f"there is no repository at {clean(record.repo)} any more")
+    name = args["--name"] or record.branch
+    bringback.check_name(name)
+    gathered, received = collect(endpoint.client, sandbox.id, repo, record.base, name)
+    session.save(config, replace(record, brought_back=True))
+    if args["--json"]:
+        show.as_json(result(received))
+    tell(gathered, received, record.base)
+    return 0
+
+
+def collect(
+    client: Client, sandbox: str, repo: Repository, base: str, name: str
+) -> tuple[Gathered, Received | None]:
+    """Commit in the guest, fetch the bundle, check and take it; None when there is nothing new."""
+    gathered = gather(client, sandbox, base)
+    with tempfile.TemporaryFile(prefix="sandbox-") as bundle:
+        try:
+            size = 0
+            for data in client.get_workspace(sandbox, base, BRANCH):
+                size += len(data)
+                if size > bringback.DEFAULT.bundle_bytes:
+                    raise bringback.BundleRefusedError("the returned bundle is refused: it is too large")
+                bundle.write(data)
+        except Conflict:
+            return gathered, None
+        bundle.flush()
+        bundle.seek(0)
+        return gathered, bringback.receive(repo, bundle, base, name)
+
+
+def tell(gathered: Gathered, received: Received | None, base: str) -> None:
+    """What came back and how to look at it."""
+    for note in gathered.notes:
+        show.note(note)
+    if received is None:
+        show.note("no new commits: nothing to bring back")
+        return
+    ref, start = shlex.quote(received.ref), base[:SHORT]
+    many = "1 commit" if received.commits == 1 else f"{received.commits} commits"
+    show.note(f"brought back {many} to {received.ref}")
+    if received.replaced:
+        show.note(f"it pointed to {received.replaced} before, which the new commits do not build on")
+    show.note(f"review: git log {start}..{ref}")
+    show.note(f"or: git diff {start} {ref}")
+    show.note(f"merge: git merge {ref}")
+
+
+def result(received: Received | None) -> dict[str, Any]:
+    """As JSON prints it; nulls when there was nothing new."""
+    return asdict(received) if received else {"ref": None, "commit": None, "commits": 0, "replaced": None}

@@ -1,0 +1,45 @@
+"""One line on stderr that says what is being waited for: rewritten in place on a terminal, else said when
+it changes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+
+from cli import show
+from sandboxd.termsafe import clean
+
+QUIET_S = 5.0
+LINE = 78
+
+
+class Status:
+    """Gone without a trace from a terminal at the end of its block."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._said = ""
+        # What is over within a second needs no words in a log.
+        self._last = time.monotonic() + 1 - QUIET_S
+
+    def say(self, text: str) -> None:
+        text = clean(text)
+        if self._live:
+            with suppress(OSError):
+                sys.stderr.write(f"\r\x1b[K{text[:LINE]}")
+                sys.stderr.flush()
+        elif text != self._said and (now := time.monotonic()) - self._last >= QUIET_S:
+            self._last = now
+            show.note(text)
+        self._said = text
+
+    def __enter__(self) -> Status:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live and self._said:
+            with suppress(OSError):
+                sys.stderr.write("\r\x1b[K")
+                sys.stderr.flush()
