@@ -1,4 +1,4 @@
-"""A small scripted agent. It runs inside the VM, in /workspace: run the tests, mend the code, run them again, commit."""
+"""A small scripted agent. It runs inside the VM, in /workspace: test, mend the code, test again, commit."""
 
 import pathlib
 import platform

@@ -35,7 +35,8 @@ def collect(attached: Attachment) -> tuple[bytes, bytes, int]:
 
 def test_thirty_commands_one_after_the_other(daemon: Daemon, shared: Sandbox) -> None:
     for number in range(counts(30, 500)):
-        answer = daemon.client.run(shared.id, ["sh", "-c", f"echo out {number}; echo err {number} >&2; exit {number % 7}"])
+        script = f"echo out {number}; echo err {number} >&2; exit {number % 7}"
+        answer = daemon.client.run(shared.id, ["sh", "-c", script])
         assert (answer.stdout, answer.stderr) == (f"out {number}\n".encode(), f"err {number}\n".encode())
         assert answer.exit_code == number % 7 and not answer.truncated and not answer.timed_out
 
@@ -139,7 +140,8 @@ def test_ctrl_d_ends_a_terminals_input(daemon: Daemon, shared: Sandbox) -> None:
 
 
 def test_a_character_cut_in_two_is_whole_at_the_end(daemon: Daemon, shared: Sandbox) -> None:
-    code = "import os,time\nfor b in '─💡é'.encode():\n os.write(1,bytes([b]));time.sleep(0.02)\nos.write(1,b'\\xff\\xe2')"
+    code = "import os,time\nfor b in '─💡é'.encode():\n os.write(1,bytes([b]));time.sleep(0.02)\n"
+    code += "os.write(1,b'\\xff\\xe2')"
     process = daemon.client.start(shared.id, python(code))
     pieces = list(daemon.client.output(shared.id, process.pid))
     assert b"".join(piece.data for piece in pieces) == "─💡é".encode() + b"\xff\xe2"
@@ -179,7 +181,7 @@ def test_what_cannot_start_is_refused_by_name(
 
 def test_arguments_and_environment_arrive_as_given(daemon: Daemon, shared: Sandbox) -> None:
     argv = ["a b", "'\"`$(x)", "new\nline", "", "\udcff", "ü", "x" * 100_000]
-    code = "import sys,os;sys.stdout.buffer.write(b'\\0'.join(map(os.fsencode,sys.argv[1:]))+b'\\1'+os.environb[b'ODD'])"
+    code = "import sys,os;w=map(os.fsencode,sys.argv[1:]);sys.stdout.buffer.write(b'\\0'.join(w)+b'\\1'+os.environb[b'ODD'])"
     answer = daemon.client.run(shared.id, [*python(code), *argv], env={"ODD": "a=b\nc"})
     assert answer.stdout == b"\0".join(os.fsencode(word) for word in argv) + b"\1a=b\nc"
 

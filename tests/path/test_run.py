@@ -39,7 +39,7 @@ def test_commits_come_back_into_one_ref_and_nothing_else_moves(daemon: Daemon, r
     (repository / "dirty.txt").write_text("not committed\n")
     (repository / "hello.txt").write_text("edited, not committed\n")
     before, head = tree_digest(repository), git(repository, "rev-parse", "HEAD").strip()
-    script = "cat hello.txt; git log --oneline | wc -l; echo more >> hello.txt; git commit -qam Two; echo left > new.txt"
+    script = "cat hello.txt; git log --oneline | wc -l; echo more >> hello.txt; git commit -qam Two; echo left >new.txt"
     ran = daemon.cli(*RUN, "--name", "one", "--", "sh", "-c", script, cwd=repository)
     assert ran.returncode == 0, ran.stderr.decode()
     assert ran.stdout.split() == [b"hello", b"1"]
@@ -176,7 +176,8 @@ PY"""
 
 def test_secrets_of_the_environment_are_nowhere_on_the_host(daemon: Daemon, tmp_path: Path) -> None:
     canary = f"canary-{os.urandom(8).hex()}"
-    ran = daemon.cli(*RUN, "--keep", "--name", "secret", "-e", f"TOKEN={canary}", "--", "printenv", "TOKEN", cwd=tmp_path)
+    flags = ("--keep", "--name", "secret", "-e", f"TOKEN={canary}")
+    ran = daemon.cli(*RUN, *flags, "--", "printenv", "TOKEN", cwd=tmp_path)
     assert ran.stdout.decode().strip() == canary
     assert json.loads(daemon.cli("list", "--json").stdout)
 
