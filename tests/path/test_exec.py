@@ -181,7 +181,8 @@ def test_what_cannot_start_is_refused_by_name(
 
 def test_arguments_and_environment_arrive_as_given(daemon: Daemon, shared: Sandbox) -> None:
     argv = ["a b", "'\"`$(x)", "new\nline", "", "\udcff", "ü", "x" * 100_000]
-    code = "import sys,os;w=map(os.fsencode,sys.argv[1:]);sys.stdout.buffer.write(b'\\0'.join(w)+b'\\1'+os.environb[b'ODD'])"
+    code = "import sys,os;w=map(os.fsencode,sys.argv[1:])\n"
+    code += "sys.stdout.buffer.write(b'\\0'.join(w)+b'\\1'+os.environb[b'ODD'])"
     answer = daemon.client.run(shared.id, [*python(code), *argv], env={"ODD": "a=b\nc"})
     assert answer.stdout == b"\0".join(os.fsencode(word) for word in argv) + b"\1a=b\nc"
 
