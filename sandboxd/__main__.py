@@ -36,7 +36,7 @@ import stat
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import anyio
@@ -105,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the daemon is put together from: a backend, a line that says why that one, and where images come from."""
+    """What the daemon is put together from: a backend, a line that says why that one, where images come
+    from."""
 
     backend: Backend
     why: str
@@ -234,7 +235,10 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
 
 
 def _version() -> str:
-    return version("sandbox-cli")
+    try:
+        return version("sandbox-cli")
+    except PackageNotFoundError:
+        return "unknown (run from the sources)"
 
 
 if __name__ == "__main__":

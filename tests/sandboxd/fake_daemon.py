@@ -1,0 +1,181 @@
+"""A `sandboxd` whose machines are `tests/fake_vmm.py`: everything but the VMM is the product's own.
+
+    python -m tests.sandboxd.fake_daemon STATE-DIR SOCKET [--end-sandboxes]
+
+Started as a process of its own, so that it can be killed. Files in STATE-DIR/../knobs steer it: `boot_s` delays a
+machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+
+from sandboxd.__main__ import Parts, run
+from sandboxd.assets.prepare import Assets, Progress, Report
+from sandboxd.errors import BootFailed
+from sandboxd.settings import Settings
+from sandboxd.vm.machine import Machine, MachineSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE_VMM = ROOT / "tests" / "fake_vmm.py"
+
+
+class FakeMachine:
+    """A fake_vmm process, found again by its record and its command line."""
+
+    def __init__(self, directory: Path, spec_id: str, pid: int) -> None:
+        self.spec_id = spec_id
+        self.vsock_path = directory / "vsock.sock"
+        self._pid = pid
+        self._pidfd = os.pidfd_open(pid)
+
+    async def console_tail(self, limit_bytes: int = 8192) -> bytes:
+        return b"a line of the guest's \x1b[31mconsole\n"[-limit_bytes:]
+
+    async def wait_exit(self) -> None:
+        await anyio.wait_readable(self._pidfd)
+
+    async def terminate(self) -> None:
+        end(self._pidfd)
+
+
+def end(pidfd: int) -> None:
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        if not select.select([pidfd], [], [], 5)[0]:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            select.select([pidfd], [], [], 5)
+    except ProcessLookupError:
+        pass
+
+
+@dataclass(frozen=True)
+class FakeBackend:
+    knobs: Path
+    name: str = "fake"
+
+    def knob(self, name: str) -> bytes:
+        path = self.knobs / name
+        return path.read_bytes() if path.exists() else b""
+
+    async def start(self, spec: MachineSpec) -> Machine:
+        await anyio.sleep(float(self.knob("boot_s") or 0))
+        if hostile := self.knob("hostile"):
+            return HostileMachine(spec, hostile)
+        if self.knob("no_boot"):
+            raise BootFailed("starting the VMM", 1, b"panic: \x1b]0;title\x07no root\n")
+        command = [sys.executable, str(FAKE_VMM)]
+        command += ["--listen", str(spec.directory / "vsock.sock"), "--root", str(spec.directory / "root")]
+        log = (spec.directory / "vmm.log").open("wb")
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        (spec.directory / "vm.json").write_text(json.dumps({"pid": child.pid}))
+        threading.Thread(target=child.wait, daemon=True).start()
+        machine = FakeMachine(spec.directory, spec.id, child.pid)
+        return machine
+
+    async def adopt(self, directory: Path, sandbox_id: str) -> Machine | None:
+        pid = recorded(directory)
+        return None if pid is None else FakeMachine(directory, sandbox_id, pid)
+
+    def sweep(self, sandboxes: Path, known: frozenset[str]) -> None:
+        for directory in sandboxes.iterdir():
+            if directory.name not in known and (pid := recorded(directory)) is not None:
+                end(os.pidfd_open(pid))
+
+
+class HostileMachine:
+    """Answers the ping and configure as it should, and everything after that with the given bytes."""
+
+    def __init__(self, spec: MachineSpec, answer: bytes) -> None:
+        self.spec_id = spec.id
+        self.vsock_path = spec.directory / "vsock.sock"
+        self._answer = answer
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.vsock_path))
+        self._listener.listen(16)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            threading.Thread(target=self._answer_one, args=(client,), daemon=True).start()
+
+    def _answer_one(self, client: socket.socket) -> None:
+        with client:
+            file = client.makefile("rb")
+            file.readline(64)
+            client.sendall(b"OK 1\n")
+            request = file.readline(2 << 20)
+            try:
+                if b'"ping"' in request:
+                    client.sendall(b'{"ok":true,"version":1,"configured":false}\n')
+                elif b'"configure"' in request:
+                    client.sendall(b'{"ok":true}\n')
+                elif self._answer.startswith(b"ENDLESS "):
+                    pattern = self._answer.removeprefix(b"ENDLESS ") * 4096
+                    while True:
+                        client.sendall(pattern)
+                else:
+                    client.sendall(self._answer)
+                    if self._answer.endswith(b"WAIT"):
+                        time.sleep(60)
+            except OSError:
+                return
+
+    async def console_tail(self, limit_bytes: int = 8192) -> bytes:
+        return b""
+
+    async def wait_exit(self) -> None:
+        await anyio.sleep_forever()
+
+    async def terminate(self) -> None:
+        """It is a thread."""
+
+
+def recorded(directory: Path) -> int | None:
+    """The pid of a machine's process if it still is that process."""
+    try:
+        pid = int(json.loads((directory / "vm.json").read_text())["pid"])
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (OSError, ValueError):
+        return None
+    return pid if os.fsencode(directory.name) in command else None
+
+
+def parts(settings: Settings) -> Parts:
+    knobs = settings.state_dir.parent / "knobs"
+    backend = FakeBackend(knobs)
+
+    def prepare(assets_dir: Path, build_dir: Path, report: Report) -> Assets:
+        report(Progress("image", 42, "12 of 29 MiB"))
+        time.sleep(float(backend.knob("prepare_s") or 0))
+        return Assets(*[assets_dir / name for name in ("kernel", "initramfs", "runtime", "image")], "key")
+
+    return Parts(backend, "a stand-in for tests", lambda *_: None, prepare)
+
+
+def main() -> None:
+    state, path = Path(sys.argv[1]), Path(sys.argv[2])
+    logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(levelname)s %(message)s")
+    settings = Settings(
+        prepare_only=False, socket=path, state_dir=state, assets_dir=state / "assets", build_dir=ROOT / "build",
+        backend="auto", end_sandboxes="--end-sandboxes" in sys.argv, uid_base=900_000,
+    )  # fmt: skip
+    anyio.run(run, settings, parts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""A daemon to talk to over its real socket, and a client that hides nothing of the wire."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout: float = 60) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = str(path)
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def code(self) -> str:
+        code = self.json["error"]["code"]
+        assert isinstance(code, str)
+        return code
+
+    @property
+    def message(self) -> str:
+        message = self.json["error"]["message"]
+        assert isinstance(message, str)
+        return message
+
+
+class Rig:
+    """One fake daemon. `call` is one request on a connection of its own."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        self.directory, self.flags = directory, flags
+        self.state = directory / "state"
+        self.socket = directory / "s.sock"
+        self.log = directory / "log"
+        self.knobs = directory / "knobs"
+        self.knobs.mkdir(exist_ok=True)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Rig:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+        for sandbox in self.call("GET", "/v1/sandboxes").json["sandboxes"]:
+            if sandbox["state"] != "terminated":
+                self.call("DELETE", f"/v1/sandboxes/{sandbox['id']}")
+        self.stop()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "tests.sandboxd.fake_daemon", str(self.state), str(self.socket), *self.flags]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()
+            with contextlib.suppress(OSError):
+                if self.call("GET", "/v1/health").status == 200:
+                    return
+            time.sleep(0.03)
+        raise AssertionError(self.log.read_text())
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(20) == 0, self.log.read_text()
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def knob(self, name: str, value: str | bytes | None) -> None:
+        path = self.knobs / name
+        if value is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_bytes(value if isinstance(value, bytes) else value.encode())
+
+    def connection(self, timeout: float = 60) -> UnixConnection:
+        return UnixConnection(self.socket, timeout)
+
+    def call(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout: float = 60
+    ) -> Answer:
+        """`body`: bytes are octets, anything else is JSON."""
+        given = dict(headers or {})
+        if isinstance(body, bytes):
+            given.setdefault("Content-Type", "application/octet-stream")
+        elif body is not None:
+            given.setdefault("Content-Type", "application/json")
+            body = json.dumps(body).encode()
+        connection = self.connection(timeout)
+        try:
+            connection.request(method, path, body, given)
+            response = connection.getresponse()
+            return Answer(response.status, dict(response.headers.items()), response.read())
+        finally:
+            connection.close()
+
+    def raw(self, data: bytes, timeout: float = 5) -> bytes:
+        """Everything the server says to these bytes until it closes or falls silent."""
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(timeout)
+            sock.connect(str(self.socket))
+            sock.sendall(data)
+            said = b""
+            with contextlib.suppress(TimeoutError):
+                while piece := sock.recv(65536):
+                    said += piece
+            return said
+
+    def create(self, **fields: Any) -> str:
+        answer = self.call("POST", "/v1/sandboxes", fields)
+        assert answer.status == 201, answer.body
+        sandbox_id = answer.json["id"]
+        assert isinstance(sandbox_id, str)
+        return sandbox_id
+
+    def run(self, ref: str, *argv: str, stdin: bytes = b"", **fields: Any) -> Ran:
+        body = {"argv": list(argv), **fields}
+        if stdin:
+            body["stdin"] = base64.b64encode(stdin).decode()
+        answer = self.call("POST", f"/v1/sandboxes/{ref}/run", body)
+        assert answer.status == 200, answer.body
+        said = answer.json
+        return Ran(
+            said["exit_code"], base64.b64decode(said["stdout"]), base64.b64decode(said["stderr"]),
+            said["truncated"], said["timed_out"],
+        )  # fmt: skip
+
+    def start_process(self, ref: str, *argv: str, **fields: Any) -> str:
+        answer = self.call("POST", f"/v1/sandboxes/{ref}/processes", {"argv": list(argv), **fields})
+        assert answer.status == 201, answer.body
+        return f"/v1/sandboxes/{ref}/processes/{answer.json['pid']}"
+
+    def output(self, process: str) -> tuple[bytes, bytes, int]:
+        """Follows to the end: (stdout, stderr, exit code)."""
+        lines = [json.loads(line) for line in self.call("GET", f"{process}/output").body.splitlines()]
+        assert "exit_code" in lines[-1] and all("stream" in line for line in lines[:-1])
+        streams = {"stdout": b"", "stderr": b""}
+        for line in lines[:-1]:
+            streams[line["stream"]] += base64.b64decode(line["data"])
+        return streams["stdout"], streams["stderr"], lines[-1]["exit_code"]
+
+    def attach(self, process: str, early: bytes = b"") -> Attached:
+        return Attached(self.socket, process, early)
+
+    def rss_kib(self) -> int:
+        assert self.process is not None
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
+
+    def descriptors(self) -> int:
+        assert self.process is not None
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+
+@dataclass(frozen=True)
+class Ran:
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+    truncated: bool
+    timed_out: bool
+
+
+class Attached:
+    """The frames of API §6, by hand."""
+
+    def __init__(self, path: Path, process: str, early: bytes) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(30)
+        self.socket.connect(str(path))
+        head = f"GET {process}/attach HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: sbx-stream/1\r\n\r\n"
+        self.socket.sendall(head.encode() + early)
+        self.file = self.socket.makefile("rb")
+        self.status = self.file.readline().decode().strip()
+        self.headers: dict[str, str] = {}
+        while (line := self.file.readline().decode().strip()):
+            name, _, value = line.partition(": ")
+            self.headers[name.lower()] = value
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+        self.socket.close()
+
+    def send(self, kind: bytes, payload: bytes = b"") -> None:
+        self.socket.sendall(frame(kind, payload))
+
+    def frame(self) -> tuple[bytes, bytes] | None:
+        head = self.file.read(5)
+        if len(head) < 5:
+            return None
+        return head[:1], self.file.read(int.from_bytes(head[1:], "big"))
+
+    def rest(self) -> tuple[bytes, bytes, int | None]:
+        """To the end: (stdout, stderr, exit code)."""
+        out, err, code = b"", b"", None
+        while (found := self.frame()) is not None:
+            kind, payload = found
+            if kind == b"o":
+                out += payload
+            elif kind == b"E":
+                err += payload
+            elif kind == b"x":
+                code = int.from_bytes(payload, "big", signed=True)
+        return out, err, code
+
+
+def frame(kind: bytes, payload: bytes = b"") -> bytes:
+    return kind + len(payload).to_bytes(4, "big") + payload
