@@ -140,7 +140,8 @@ async def start(spec: MachineSpec, tools: Tools) -> QemuMachine:
             prison = commands.device_jail(spec, tools)
             starting.spawn(DEVICE, prison, commands.device_argv(*device_fds), device_fds)
             fds = Descriptors(tuple(drives), vmm_end.fileno(), monitor_listener.fileno())
-            largest = max((os.fstat(fd).st_size for fd in drives), default=0)
+            writable = [fd for fd, drive in zip(drives, spec.drives, strict=True) if not drive.read_only]
+            largest = max((os.fstat(fd).st_size for fd in writable), default=0)
             prison = commands.vmm_jail(spec, tools, largest, _kvm_node(spec, tools.accelerator))
             inherited = (*fds.drives, fds.vhost, fds.qmp)
             starting.spawn(VMM, prison, commands.argv(spec, tools.accelerator, fds), inherited)
@@ -290,6 +291,8 @@ def _open_drive(stack: ExitStack, index: int, drive: Drive) -> int:
     except OSError as error:
         raise BootFailed(f"opening drive {index}: {error.strerror}", None, b"") from error
     stack.callback(os.close, fd)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise BootFailed(f"opening drive {index}: not a regular file", None, b"")
     return fd
 
 

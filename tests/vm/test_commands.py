@@ -1,0 +1,155 @@
+"""What QEMU, sandbox-vsock and their jails are told, as texts under golden/qemu (GOLDEN=write rewrites them)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sandboxd.errors import SetupError
+from sandboxd.vm import commands, jail
+from sandboxd.vm.commands import Accelerator, Descriptors, Tools
+from sandboxd.vm.jail import Limits, Program
+from sandboxd.vm.machine import Drive, MachineSpec
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "qemu"
+
+LIBC = ("libc.so.6", Path("/usr/lib/libc.so.6"))
+LOADER = ("/lib64/ld-linux-x86-64.so.2", Path("/usr/lib/ld-linux.so.2"))
+SPEC = MachineSpec(
+    id="box-1",
+    cpus=2,
+    memory_mb=1024,
+    kernel=Path("/assets/vmlinux"),
+    initramfs=Path("/assets/initramfs"),
+    drives=(Drive(Path("/a/runtime"), True), Drive(Path("/a/image"), True), Drive(Path("/s/scratch"), False)),
+    directory=Path("/s"),
+    uid=900001,
+)
+TOOLS = Tools(
+    qemu=Program(
+        Path("/usr/bin/qemu-system-x86_64"), (LOADER, LIBC, ("libz.so.1", Path("/usr/lib/libz.so.1")))
+    ),
+    firmware=(Path("/usr/share/seabios/bios-256k.bin"), Path("/usr/share/qemu/pvh.bin")),
+    modules=(Path("/usr/lib/qemu/accel-tcg-x86_64.so"),),
+    vsock=Program(Path("/opt/sandbox-vsock"), (LOADER, LIBC)),
+    jail=jail.Tools(
+        prlimit=Path("/usr/bin/prlimit"),
+        bwrap=Path("/usr/bin/bwrap"),
+        setpriv=Program(
+            Path("/usr/bin/setpriv"), (LOADER, LIBC, ("libcap-ng.so.0", Path("/usr/lib/cap-ng.so")))
+        ),
+    ),
+    accelerator=Accelerator.TCG,
+    instance="i0",
+)
+USER_SPEC = replace(SPEC, uid=None)
+USER_TOOLS = replace(TOOLS, jail=replace(TOOLS.jail, setpriv=None))
+KVM_TOOLS = replace(TOOLS, accelerator=Accelerator.KVM)
+FDS = Descriptors(drives=(11, 12, 13), vhost=14, qmp=15)
+SIZE = 10 << 30
+
+
+def text(arguments: list[str]) -> str:
+    """One option and its values a line, so that a difference is a line too."""
+    lines: list[str] = []
+    for argument in arguments:
+        if argument.startswith("-") or not lines or not lines[-1].startswith("-"):
+            lines.append(argument)
+        else:
+            lines[-1] += f" {argument}"
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("qemu-tcg", commands.argv(SPEC, Accelerator.TCG, FDS)),
+        ("qemu-kvm", commands.argv(SPEC, Accelerator.KVM, FDS)),
+        ("sandbox-vsock", commands.device_argv(21, 22)),
+        ("jail-qemu-root", jail.argv(commands.vmm_jail(SPEC, TOOLS, SIZE, None), 31, 32, ["-qemu"])),
+        ("jail-qemu-root-kvm", jail.argv(commands.vmm_jail(SPEC, KVM_TOOLS, SIZE, Path("/s/kvm")), 31, 32, ["-qemu"])),
+        ("jail-qemu-user", jail.argv(commands.vmm_jail(USER_SPEC, USER_TOOLS, SIZE, None), 31, 32, ["-qemu"])),
+        ("jail-vsock-root", jail.argv(commands.device_jail(SPEC, TOOLS), 31, 32, ["--vsock"])),
+        ("jail-vsock-user", jail.argv(commands.device_jail(USER_SPEC, USER_TOOLS), 31, 32, ["--vsock"])),
+    ],
+)  # fmt: skip
+def test_the_command_is_the_golden_one(name: str, arguments: list[str]) -> None:
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("GOLDEN") == "write":
+        path.write_text(text(arguments))
+    assert text(arguments) == path.read_text()
+
+
+def test_nothing_of_the_sandbox_is_on_the_kernel_command_line() -> None:
+    line = commands.kernel_command_line(Accelerator.KVM)
+    assert SPEC.id not in line
+    assert "mitigations" not in line, "mitigations are off only where no guest code runs on the processor"
+
+
+def test_qemu_is_given_no_path_of_the_host() -> None:
+    words = " ".join(commands.argv(SPEC, Accelerator.TCG, FDS))
+    for path in (SPEC.kernel, SPEC.initramfs, SPEC.directory, *(drive.path for drive in SPEC.drives)):
+        assert f"={path}" not in words
+        assert f" {path} " not in words
+
+
+def test_a_file_cannot_grow_beyond_the_larger_of_memory_and_drives() -> None:
+    small, large = (commands.vmm_jail(SPEC, TOOLS, size, None).limits.file_size_bytes for size in (0, SIZE))
+    assert (small, large) == (SPEC.memory_mb << 20, SIZE)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".", "a b", "-a", "a\n", "x" * 65, "é"])
+def test_a_mark_is_made_of_plain_names_alone(name: str) -> None:
+    with pytest.raises(ValueError, match="not names"):
+        jail.marker("i0", name)
+    with pytest.raises(ValueError, match="not names"):
+        jail.marker(name, "box-1")
+    with pytest.raises(ValueError, match="not an id"):
+        replace(SPEC, id=name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cpus": 0}, "cpus"),
+        ({"cpus": 65}, "cpus"),
+        ({"memory_mb": 1}, "memory_mb"),
+        ({"uid": 0}, "root"),
+        ({"uid": -1}, "root"),
+    ],
+)
+def test_a_spec_out_of_range_is_refused(change: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SPEC, **change)  # type: ignore[arg-type]
+
+
+def test_a_uid_of_its_own_needs_setpriv() -> None:
+    with pytest.raises(ValueError, match="setpriv"):
+        jail.argv(commands.device_jail(SPEC, USER_TOOLS), 31, 32, [])
+
+
+def test_a_program_brings_its_libraries_and_its_loader() -> None:
+    found = jail.program(Path("/bin/sh"))
+    names = [name for name, _ in found.libraries]
+    assert "libc.so.6" in names
+    assert any(name.startswith("/lib") and "ld-linux" in name for name in names)
+    assert all(path.is_file() and path == path.resolve() for _, path in found.libraries)
+
+
+def test_a_missing_program_is_named_with_its_package() -> None:
+    with pytest.raises(SetupError, match="apt-get install -y some-package"):
+        jail.find("no-such-program", "some-package")
+
+
+def test_a_missing_vsock_program_says_how_to_build_it(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="make programs"):
+        commands.find_tools(tmp_path / "sandbox-vsock", "i0")
+
+
+def test_limits_are_in_the_command() -> None:
+    limited = replace(commands.device_jail(SPEC, TOOLS), limits=Limits(1, 2, 3, 4))
+    words = jail.argv(limited, 31, 32, [])
+    assert {"--core=0", "--as=1", "--fsize=2", "--nofile=3", "--nproc=4"} <= set(words)
