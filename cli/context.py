@@ -8,6 +8,7 @@ or an error that says what was tried and how to start one.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from sandboxd import unixhttp
@@ -33,13 +34,13 @@ def config_dir() -> str:
     return os.path.join(base if os.path.isabs(base) else os.path.expanduser("~/.config"), "sandbox")
 
 
-def local_sockets() -> list[str]:
+def local_sockets(uid: int, environ: Mapping[str, str]) -> list[str]:
     """Where a sandboxd listens by default: the person's own first, then root's."""
-    if os.geteuid() == 0:
+    if uid == 0:
         return [ROOT_SOCKET]
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    own = os.path.join(runtime, "sandboxd.sock") if os.path.isabs(runtime) else ""
-    return [own or os.path.expanduser("~/.config/sandbox/sandboxd.sock"), ROOT_SOCKET]
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    own = runtime if os.path.isabs(runtime) else os.path.expanduser("~/.config/sandbox")
+    return [os.path.join(own, "sandboxd.sock"), ROOT_SOCKET]
 
 
 def choose(asked: str | None) -> Endpoint:
@@ -59,7 +60,7 @@ def choose(asked: str | None) -> Endpoint:
 
 def _local() -> Endpoint:
     tried: list[str] = []
-    for path in local_sockets():
+    for path in local_sockets(os.geteuid(), os.environ):
         why = _refusal(path, by_name=False)
         if not why:
             note = f"using root's sandboxd at {path} ({tried[0]})" if tried else ""

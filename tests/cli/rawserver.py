@@ -1,13 +1,14 @@
 """A unix socket server that does exactly what a script tells it: the HTTP client's hostile or clumsy peer.
 
-A script is a list of steps run for one connection: bytes are sent as they are, `Read(n)` waits for n bytes in
-all, `ReadHead()` for a request's head, `Split(bytes)` sends one byte at a time, `Wait(s)` sleeps. The
-connection is closed at the script's end. What was read is kept in `seen`.
+A script is a list of steps run for one connection: bytes are sent as they are, `Read(n)` waits for n bytes
+in all, `ReadHead()` for a request's head, `ReadRequest()` for its body too, `Split(bytes)` sends one byte
+at a time, `Wait(s)` sleeps. The connection is closed at the script's end. What was read is kept in `seen`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -27,6 +28,11 @@ class ReadHead:
 
 
 @dataclass(frozen=True)
+class ReadRequest:
+    """A head and the body its Content-Length says."""
+
+
+@dataclass(frozen=True)
 class Split:
     data: bytes
 
@@ -36,7 +42,7 @@ class Wait:
     seconds: float
 
 
-Step = bytes | Read | ReadHead | Split | Wait
+Step = bytes | Read | ReadHead | ReadRequest | Split | Wait
 
 
 class RawServer:
@@ -83,6 +89,11 @@ class RawServer:
             case Read(size):
                 while len(seen) < size and (data := conn.recv(65536)):
                     seen += data
+            case ReadRequest():
+                self._step(conn, ReadHead(), seen)
+                head, mark, _ = bytes(seen).partition(b"\r\n\r\n")
+                length = re.search(rb"Content-Length: (\d+)", head)
+                self._step(conn, Read(len(head + mark) + int(length[1] if length else 0)), seen)
             case ReadHead():
                 while b"\r\n\r\n" not in seen and (data := conn.recv(65536)):
                     seen += data
