@@ -36,8 +36,9 @@ async def run(
     try:
         with anyio.fail_after(30):
             await child.program_pid()
-            while child.exit_code() is None:
-                await anyio.sleep(0.01)
+            pidfd = os.pidfd_open(child.pid)
+            await anyio.wait_readable(pidfd)
+            os.close(pidfd)
         return child.errors().decode()
     finally:
         processes.end_marked("probe", lambda id: id == f"p{os.getpid()}", {os.getuid(), UID})

@@ -1,0 +1,184 @@
+"""Whose process is it? Records, marks, pid reuse, and other people's processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandboxd.vm import processes
+from sandboxd.vm.processes import Process, Record
+
+MARKED = "/sandboxd/t1/box/qemu"
+
+
+@pytest.fixture
+def children() -> Iterator[list[subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for child in started:
+        child.kill()
+        child.wait()
+
+
+def start(
+    children: list[subprocess.Popen[bytes]], argv0: str, user: int | None = None
+) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen(
+        [argv0, "60"],
+        executable="/bin/sleep",
+        user=user,
+        group=user,
+        extra_groups=None if user is None else [],
+    )
+    children.append(child)
+    return child
+
+
+def seen(child: subprocess.Popen[bytes], role: str = "QEMU") -> Process:
+    return Process(role, child.pid, processes.start_ticks(child.pid))
+
+
+@pytest.mark.parametrize(
+    ("line", "id"),
+    [
+        ([b"/sandboxd/t1/box/qemu", b"-nodefaults"], "box"),
+        ([b"/sandboxd/t1/box/sandbox-vsock"], "box"),
+        ([b"/usr/bin/bwrap", b"--ro-bind", b"/usr/bin/q", b"/sandboxd/t1/box/q"], "box"),
+        ([b"prlimit", b"--core=0", b"bwrap", b"/sandboxd/t1/box/q"], "box"),
+        ([b"/setpriv", b"--", b"/sandboxd/t1/box/q"], "box"),
+        ([b"vim", b"/sandboxd/t1/box/qemu"], None),
+        ([b"grep", b"-r", b"/sandboxd/t1/box/"], None),
+        ([b"/sandboxd/t2/box/qemu"], None),
+        ([b"/sandboxd/t1"], None),
+        ([b"/sandboxd/t1/"], None),
+        ([b"/sandboxd/t1/box"], None),
+        ([b"/sandboxd/t1//qemu"], None),
+        ([b"x/sandboxd/t1/box/qemu"], None),
+        ([b"qemu-system-x86_64", b"-name", b"/sandboxd/t1/box/qemu"], None),
+        ([b""], None),
+    ],
+)
+def test_a_mark_is_read_where_it_belongs_and_nowhere_else(line: list[bytes], id: str | None) -> None:
+    assert processes.marked_id(line, "t1") == id
+
+
+def test_marked_processes_are_ended_and_only_those(children: list[subprocess.Popen[bytes]]) -> None:
+    mine = start(children, MARKED)
+    known = start(children, "/sandboxd/t1/known/qemu")
+    others = start(children, "/sandboxd/t2/box/qemu")
+    plain = start(children, "qemu-system-x86_64")
+    wait_for_exec(children)
+    assert processes.end_marked("t1", lambda id: id != "known", {os.getuid()}) == {"box"}
+    assert mine.wait(5) == -9
+    assert [child.poll() for child in (known, others, plain)] == [None] * 3
+    assert processes.end_marked("t1", lambda id: id != "known", {os.getuid()}) == set()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to start another user's process")
+def test_another_users_process_is_not_touched_whatever_it_calls_itself(
+    children: list[subprocess.Popen[bytes]],
+) -> None:
+    forged = start(children, MARKED, user=4242)
+    ours = start(children, MARKED, user=4243)
+    wait_for_exec(children)
+    assert processes.end_marked("t1", lambda id: True, {0, 4243}) == {"box"}
+    assert ours.wait(5) == -9
+    assert forged.poll() is None
+
+
+def test_a_held_process_is_the_recorded_one(children: list[subprocess.Popen[bytes]]) -> None:
+    child = start(children, MARKED)
+    process = seen(child)
+    pidfd = processes.hold(process)
+    assert pidfd is not None
+    assert processes.end([pidfd])
+    assert child.wait(5) == -9
+    assert processes.hold(process) is None
+
+
+def test_a_pid_that_is_somebody_elses_by_now_is_not_held(children: list[subprocess.Popen[bytes]]) -> None:
+    process = seen(start(children, MARKED))
+    assert processes.hold(Process(process.role, process.pid, process.start_ticks - 1)) is None
+
+
+def test_the_dead_but_not_waited_for_count_as_gone(children: list[subprocess.Popen[bytes]]) -> None:
+    child = start(children, MARKED)
+    process = seen(child)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert processes.hold(process) is None
+
+
+def test_a_name_with_parentheses_does_not_shift_the_fields(tmp_path: Path) -> None:
+    program = tmp_path / ") R 1 (x"
+    program.symlink_to("/bin/sleep")
+    with subprocess.Popen([program, "60"]) as child:
+        try:
+            assert processes.parent(child.pid) == os.getpid()
+        finally:
+            child.kill()
+
+
+def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
+    record = Record("box", "/sandboxd/t1/box", (Process("QEMU", 1234, 5), Process("sandbox-vsock", 1235, 6)))
+    processes.write_record(tmp_path, record)
+    assert processes.read_record(tmp_path) == record
+    assert os.listdir(tmp_path) == ["vm.json"]
+    assert (tmp_path / "vm.json").stat().st_mode & 0o077 == 0
+    processes.remove_record(tmp_path)
+    processes.remove_record(tmp_path)
+    assert processes.read_record(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"version": 2}, id="another version"),
+        pytest.param({"boot_id": "00000000-0000-0000-0000-000000000000"}, id="an earlier boot"),
+        pytest.param({"processes": {"pid": 1}}, id="no list"),
+        pytest.param({"processes": [{"role": "QEMU", "pid": 1, "start_ticks": 1}]}, id="init"),
+        pytest.param({"processes": [{"role": "QEMU", "pid": -1, "start_ticks": 1}]}, id="a group"),
+        pytest.param(
+            {"processes": [{"role": "QEMU", "pid": "7", "start_ticks": 1}]}, id="a pid of another kind"
+        ),
+        pytest.param({"processes": [{"role": "QEMU", "pid": 7}]}, id="no start time"),
+        pytest.param({"id": 7}, id="an id of another kind"),
+    ],
+)
+def test_a_damaged_record_is_no_record(tmp_path: Path, change: dict[str, object]) -> None:
+    processes.write_record(tmp_path, Record("box", "/sandboxd/t1/box", ()))
+    value = json.loads((tmp_path / "vm.json").read_text()) | change
+    (tmp_path / "vm.json").write_text(json.dumps(value))
+    assert processes.read_record(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 50_000, b"{}" * 100_000])
+def test_rubbish_is_no_record(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "vm.json").write_bytes(content)
+    assert processes.read_record(tmp_path) is None
+    assert not processes.end_recorded(tmp_path)
+
+
+def test_a_record_finds_a_program_that_renamed_itself(
+    tmp_path: Path, children: list[subprocess.Popen[bytes]]
+) -> None:
+    child = start(children, "innocent")
+    processes.write_record(tmp_path, Record("box", "/sandboxd/t1/box", (seen(child),)))
+    assert processes.end_recorded(tmp_path)
+    assert child.wait(5) == -9
+    assert not processes.end_recorded(tmp_path)
+
+
+def wait_for_exec(children: list[subprocess.Popen[bytes]]) -> None:
+    """Until each has its own command line: between fork and exec a child has ours."""
+    own = processes.command_line(os.getpid())
+    deadline = time.monotonic() + 10
+    while any(processes.command_line(child.pid) in (own, [b""]) for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
