@@ -56,6 +56,7 @@ static bool parse_arguments(int argc, char **argv, int *vhost_fd, int *listen_fd
 	uint64_t value;
 	int option;
 
+	opterr = 0;
 	*vhost_fd = *listen_fd = -1;
 	*guest_cid = 0;
 	while ((option = getopt_long(argc, argv, "", options, NULL)) != -1) {

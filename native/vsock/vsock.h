@@ -28,7 +28,7 @@
 #define RESETS_PAUSE  1024u /* with so many RSTs unsent no packet is taken from the guest, so RESETS_MAX is never reached */
 #define GREETINGS_MAX 64u
 #define GREETING_MS   2000u
-#define CLOSING_MS    8000u /* how long the guest may take to answer SHUTDOWN; VSOCK_CLOSE_TIMEOUT in Linux */
+#define CLOSING_MS    2000u /* how long the guest may take to answer SHUTDOWN; as in Firecracker */
 
 /* What an epoll event is about, in the top byte of its tag. */
 enum source { SOURCE_FRONTEND = 1, SOURCE_LISTENER, SOURCE_QUEUE, SOURCE_CLIENT };
