@@ -376,22 +376,13 @@ class Processes:
 
 async def _signal_aside(guest: Guest, name: str, offsets: tuple[int, int], signal: str) -> None:
     """A signal on a connection of its own, past whatever stdin still waits on the first one."""
-    session = await guest.attach(name, *offsets)
+    session = await guest.attach(name, *offsets, signal=signal)
     try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(session.pump)
-            await session.send(protocol.SIGNAL, signal.encode())
-            # A second frame is taken only once the first has been written; this one the guest ignores.
-            await session.send(protocol.SIGNAL)
-            if signal == "KILL":
-                with anyio.move_on_after(KILL_GRACE_S):
-                    while not any(kind == protocol.EXIT for kind, _ in await session.receive()):
-                        pass
-            tasks.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        fault = _first(group)
-        if not isinstance(fault, GuestGone):
-            raise fault from None
+        if signal == "KILL":
+            with anyio.move_on_after(KILL_GRACE_S), contextlib.suppress(GuestGone):
+                while frames := await session.receive():
+                    if any(kind == protocol.EXIT for kind, _ in frames):
+                        return
     finally:
         with anyio.CancelScope(shield=True):
             await session.aclose()

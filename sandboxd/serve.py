@@ -170,7 +170,7 @@ class Client:
     async def _one(self, event: h11.Request) -> bool:
         """True when the connection is good for another request."""
         body = ClientBody(self, event)
-        again = True
+        again = False
         try:
             request = admit(event, body, self._server.allowed_hosts)
         except ApiError as fault:
@@ -189,8 +189,7 @@ class Client:
             tasks.cancel_scope.cancel()
         if switch is not None:
             await self._switch(switch)
-            return False
-        return again and not tasks.cancel_scope.cancelled_caught
+        return again
 
     async def reply(self, reply: Reply, last: bool) -> bool:
         """Sends it; True when the connection may be kept."""

@@ -1,0 +1,51 @@
+"""One stand-in daemon and one sandbox for the tests that leave nothing behind."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.sandboxd.fake_daemon import ROOT
+from tests.sandboxd.rig import Rig
+
+
+def why_not() -> str:
+    if shutil.which("bwrap") is None:
+        return "bubblewrap is not installed"
+    if not (ROOT / "build" / "guest-exec").exists():
+        return "build/guest-exec is missing: make programs"
+    return ""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory with a path short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="dmn-", dir="/tmp") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def own(place: Path) -> Iterator[Rig]:
+    """A daemon for one test."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with Rig(place) as rig:
+        yield rig
+
+
+@pytest.fixture(scope="session")
+def rig() -> Iterator[Rig]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="dmn-", dir="/tmp") as name, Rig(Path(name)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def box(rig: Rig) -> str:
+    """A sandbox every test may use."""
+    return rig.create(name="box", env={"API_TOKEN": "s3cr3t-CANARY"})
