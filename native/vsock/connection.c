@@ -44,7 +44,7 @@ void table_release(struct table *table, struct connection *connection)
 	backlog_clear(&connection->backlog);
 	connection->state = FREE;
 	connection->generation++;
-	TAILQ_INSERT_TAIL(&table->unused, connection, data);
+	TAILQ_INSERT_HEAD(&table->unused, connection, data);
 }
 
 struct connection *table_find(struct table *table, uint32_t host_port, uint32_t guest_port)
