@@ -16,10 +16,11 @@ The host dials, the guest never does. One connection carries one request:
                              a second answer line
     dial                     raw bytes of a TCP connection both ways; half-close is passed on
 
-The guest closes after `x`. The host's end of stream, half-closed or whole, is a hang-up: it ends everything
-the process started, unless the process is kept; then it only detaches. So stdin ends with `e`, never with
-shutdown. Frames are taken in order: a signal behind stdin that the process does not read waits with it;
-another connection (attach) does not wait, and hanging up neither.
+The guest closes after `x`, which is there to be read although sending may fail by then. The host's end of
+stream, half-closed or whole, is a hang-up: it ends everything the process started, unless the process is
+kept; then it only detaches. So stdin ends with `e`, never with shutdown. Frames are taken in order: a
+signal behind stdin that the process does not read waits with it; another connection (attach) does not wait,
+and hanging up neither.
 
 Strings are UTF-8; bytes that are none (argv, environment, paths) travel as the lone surrogates of Python's
 `surrogateescape`, written as JSON escapes. Every limit is a constant here and is checked before anything is

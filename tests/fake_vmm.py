@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import select
 import shutil
 import signal
 import socket
@@ -144,12 +145,23 @@ def greet(client: socket.socket, guest: Guest) -> socket.socket | None:
     return server
 
 
-def copy(source: socket.socket, target: socket.socket) -> None:
-    """One direction until its end, which is passed on; a target that takes no more ends the source as
-    well."""
+def copy(source: socket.socket, target: socket.socket, *, may_vanish: bool) -> None:
+    """One direction until its end, which is passed on. A target that takes no more ends the source too. A source
+    that `may_vanish` and has closed altogether ends the target, even while that takes nothing."""
     try:
         while data := source.recv(256 << 10):
-            target.sendall(data)
+            left = memoryview(data)
+            while left:
+                try:
+                    left = left[target.send(left, socket.MSG_DONTWAIT):]
+                except BlockingIOError:
+                    waiting = select.poll()
+                    waiting.register(target, select.POLLOUT)
+                    if may_vanish:
+                        waiting.register(source, 0)     # hang-up and error only
+                    if source.fileno() in dict(waiting.poll()):
+                        target.shutdown(socket.SHUT_RDWR)
+                        return
     except OSError:
         with contextlib.suppress(OSError):
             source.shutdown(socket.SHUT_RD)
@@ -166,9 +178,9 @@ def carry(client: socket.socket, guest: Guest) -> None:
         if server is None:
             return
         with server:
-            back = threading.Thread(target=copy, args=(server, client), daemon=True)
+            back = threading.Thread(target=copy, args=(server, client), kwargs={"may_vanish": False}, daemon=True)
             back.start()
-            copy(client, server)
+            copy(client, server, may_vanish=True)
             back.join()
 
 
