@@ -303,16 +303,16 @@ class _Receiver:
             raise PackError(f"the pack has a chain of {depth} deltas; {self._limits.delta_depth} is the most")
 
     def _check_connected(self, place: Place, header: Header, base: str) -> None:
-        kind = self._git(place, "cat-file", "-t", header.commit)
-        if kind != "commit":
-            raise PackError(f"{BRANCH} is a {kind}, not a commit")
+        names = (header.commit, *header.prerequisites)
+        asked = "".join(f"{name}\n" for name in names).encode()
+        answers = self._git(place, "cat-file", "--batch-check=%(objecttype)", stdin=asked).splitlines()
+        for name, answer in zip(names, answers, strict=True):
+            if answer != "commit" and name == header.commit:
+                raise PackError(f"{BRANCH} is a {answer}, not a commit")
+            if answer != "commit":
+                raise PackError(f"it builds on {name}, which is no commit of this repository")
         if header.prerequisites:
-            asked = "".join(f"{name}\n" for name in header.prerequisites).encode()
-            answers = self._git(place, "cat-file", "--batch-check=%(objectname) %(objecttype)", stdin=asked)
-            for answer in answers.splitlines():
-                if not answer.endswith(" commit"):
-                    raise PackError(f"it builds on {answer.partition(' ')[0]}, which this repository lacks")
-            asked += f"^{base}\n".encode()
+            asked = "".join(f"{name}\n" for name in (*header.prerequisites, f"^{base}")).encode()
             beyond = self._git(place, "rev-list", "--max-count=1", "--stdin", stdin=asked)
             if beyond:
                 raise PackError(f"it builds on {beyond}, which the sandbox was not given")

@@ -139,6 +139,12 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 READS_ATTRIBUTES = frozenset({"check-attr"})  # answers what attributes say and starts nothing
 
 STDERR_BYTES = 64 * 1024
+RESOURCES = {
+    "core": resource.RLIMIT_CORE,
+    "cpu": resource.RLIMIT_CPU,
+    "data": resource.RLIMIT_DATA,
+    "fsize": resource.RLIMIT_FSIZE,
+}
 PROMISOR_KEY = re.compile(rb"extensions\.partialclone|remote\..*\.(promisor|partialclonefilter)", re.DOTALL)
 
 
@@ -265,14 +271,18 @@ def persons(key: str) -> list[str]:
     return [os.fsdecode(value) for value in answer.stdout.split(b"\0")[:-1]]
 
 
-@functools.cache
 def binary() -> str:
-    """The path of git, from the fixed list only."""
+    return program("git", "git")
+
+
+@functools.cache
+def program(name: str, package: str) -> str:
+    """The path of a program, from the fixed list of directories only."""
     for directory in SEARCH:
-        candidate = os.path.join(directory, "git")
+        candidate = os.path.join(directory, name)
         if os.path.isfile(candidate) and os.access(candidate, os.X_OK):
             return candidate
-    raise GitMissingError(f"git is not in {', '.join(SEARCH)}: install it (apt-get install git)")
+    raise GitMissingError(f"{name} is not in {', '.join(SEARCH)}: install it (apt-get install {package})")
 
 
 @functools.cache
@@ -373,7 +383,7 @@ def _start(
     directory = place.work_tree or (Path("/") if place.git_dir == NOWHERE.git_dir else place.git_dir)
     try:
         process = subprocess.Popen(
-            argv,
+            [*_limiter(bounds), *argv],
             env=environment,
             cwd=directory,
             stdin=source,
@@ -385,7 +395,6 @@ def _start(
     except (OSError, ValueError) as error:
         raise GitError(command, None, clean(str(error))) from None
     try:
-        _limit(process.pid, bounds)
         printed, messages = _read(process, command, bounds)
         status = process.wait()
     finally:
@@ -402,20 +411,24 @@ def _start(
     return Output(status, printed, message)
 
 
-def _limit(pid: int, bounds: Bounds) -> None:
-    wanted = {
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_CPU: bounds.cpu_s,
-        resource.RLIMIT_DATA: bounds.memory_bytes,  # not AS: packs of any size are mapped read-only
-        resource.RLIMIT_FSIZE: bounds.file_bytes,
+def _limiter(bounds: Bounds) -> list[str]:
+    """What starts git with its limits already in force: setting them afterwards would come too late."""
+    limits = {
+        "core": 0,
+        "cpu": bounds.cpu_s,
+        "data": bounds.memory_bytes,  # not the address space: packs of any size are mapped read-only
+        "fsize": bounds.file_bytes,
     }
-    for kind, value in wanted.items():
-        if value is None:
-            continue
-        hard = resource.getrlimit(kind)[1]
-        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        with suppress(ProcessLookupError):
-            resource.prlimit(pid, kind, (most, most))
+    hard = {name: resource.getrlimit(kind)[1] for name, kind in RESOURCES.items()}
+    return [
+        program("prlimit", "util-linux"),
+        *(
+            f"--{name}={value if hard[name] == resource.RLIM_INFINITY else min(value, hard[name])}"
+            for name, value in limits.items()
+            if value is not None
+        ),
+        "--",
+    ]
 
 
 def _read(process: subprocess.Popen[bytes], command: str, bounds: Bounds) -> tuple[bytes, bytes]:

@@ -228,12 +228,13 @@ def _describe(found: Found) -> Repository:
         )
     facts = githard.run(place, "rev-parse", "--show-object-format", "--is-shallow-repository").stdout.split()
     place = Place(found.git_dir, found.top, facts[0].decode())
-    head = githard.run(place, "rev-parse", "--verify", "--quiet", "HEAD", accept=(0, 1))
+    head = githard.run(place, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", accept=(0, 1, 128))
     if head.status:
+        named = githard.run(place, "rev-parse", "--verify", "--quiet", "HEAD", accept=(0, 1, 128))
+        if named.stdout:
+            raise RepositoryError(f"{shown(found.top)}: the commit HEAD names is not there: run git fsck")
         raise RepositoryError(f"{shown(found.top)} has no commit yet: make one first (git commit)")
     commit = head.stdout.decode().strip()
-    if githard.run(place, "cat-file", "-e", f"{commit}^{{commit}}", accept=(0, 1, 128)).status:
-        raise RepositoryError(f"{shown(found.top)}: HEAD names {commit}, which is not there: run git fsck")
     branch = githard.run(place, "symbolic-ref", "--quiet", "--short", "HEAD", accept=(0, 1))
     dirty = githard.run(place, "status", "--porcelain", "-z", "--untracked-files=no", bounds=LISTING)
     shallow = facts[1] == b"true"
