@@ -58,15 +58,14 @@ OUTPUT_CLOSED = 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script: parse, import the one command that is asked for, run it, report."""
+    _open_standard_streams()
     try:
         return _flushed(_run(sys.argv[1:] if argv is None else list(argv)))
     except SandboxError as error:
         show.note(str(error))
         return 1
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at its end, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OUTPUT_CLOSED
+        return _output_is_gone()
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -115,9 +114,32 @@ def misuse(name: str, usage: str, argv: Sequence[str], fault: str, later: Sequen
     return f"{name}: {what}; see sandbox-cli {name} --help"
 
 
+def _open_standard_streams() -> None:
+    """A descriptor that was closed before us would become a socket's, and be written to as output."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # The lowest free number is this one.
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w")
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w")
+
+
 def _flushed(code: int) -> int:
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return code or _output_is_gone()
     return code
+
+
+def _output_is_gone() -> int:
+    """The interpreter flushes stdout once more at its end, and would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return OUTPUT_CLOSED
 
 
 if __name__ == "__main__":

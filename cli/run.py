@@ -35,10 +35,9 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -231,8 +230,7 @@ class _Run:
         finally:
             self._end(client)
         if self._plan.json:
-            with suppress(OSError):
-                sys.stderr.write(json.dumps(result) + "\n")
+            show.error(json.dumps(result) + "\n")
         return code
 
     def _left_behind(self, left: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ character or an undecodable byte stands in it as an escape, and the value is exa
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,10 +26,14 @@ def line(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """A line beside the result, to stderr. A terminal that is gone is no reason to stop."""
+    """A line beside the result, to stderr."""
+    error(f"{PROGRAM}: {clean(text)}\n")
+
+
+def error(text: str) -> None:
+    """To stderr as it is. A terminal that is gone is no reason to stop, and nothing waits in a buffer for one."""
     with suppress(OSError):
-        sys.stderr.write(f"{PROGRAM}: {clean(text)}\n")
-        sys.stderr.flush()
+        os.write(2, text.encode())
 
 
 def as_json(value: Any) -> None:

@@ -4,9 +4,7 @@ it changes."""
 from __future__ import annotations
 
 import os
-import sys
 import time
-from contextlib import suppress
 
 from cli import show
 from sandboxd.termsafe import clean
@@ -19,7 +17,7 @@ class Status:
     """Gone without a trace from a terminal at the end of its block."""
 
     def __init__(self) -> None:
-        self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._live = os.isatty(2) and os.environ.get("TERM") != "dumb"
         self._said = ""
         # What is over within a second needs no words in a log.
         self._last = time.monotonic() + 1 - QUIET_S
@@ -27,9 +25,7 @@ class Status:
     def say(self, text: str) -> None:
         text = clean(text)
         if self._live:
-            with suppress(OSError):
-                sys.stderr.write(f"\r\x1b[K{text[:LINE]}")
-                sys.stderr.flush()
+            show.error(f"\r\x1b[K{text[:LINE]}")
         elif text != self._said and (now := time.monotonic()) - self._last >= QUIET_S:
             self._last = now
             show.note(text)
@@ -40,6 +36,4 @@ class Status:
 
     def __exit__(self, *_: object) -> None:
         if self._live and self._said:
-            with suppress(OSError):
-                sys.stderr.write("\r\x1b[K")
-                sys.stderr.flush()
+            show.error("\r\x1b[K")

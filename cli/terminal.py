@@ -73,11 +73,12 @@ class Raw:
         atexit.unregister(self.leave)
 
     def enter(self) -> None:
-        tty.setraw(self._fd, termios.TCSANOW)
+        # A window that closes sends CONT behind its HUP: then there is nothing left to change.
+        with suppress(termios.error):
+            tty.setraw(self._fd, termios.TCSANOW)
 
     def leave(self) -> None:
-        """Back to what was. A terminal that is gone needs nothing."""
-        with suppress(termios.error, OSError):
+        with suppress(termios.error):
             termios.tcsetattr(self._fd, termios.TCSANOW, self._before)
 
 
