@@ -67,9 +67,7 @@ class QemuMachine:
     async def console_tail(self, limit_bytes: int = 8192) -> bytes:
         if (monitor := await self._reach()) is not None:
             with suppress(MonitorError):
-                text = await monitor.execute(
-                    "ringbuf-read", device="console", size=CONSOLE_BYTES, format="base64"
-                )
+                text = await monitor.execute("ringbuf-read", device="console", size=CONSOLE_BYTES, format="base64")
                 # Reading empties the ring, so what was read is kept here, as much as the ring would hold.
                 self._console += _from_base64(text)
                 del self._console[:-CONSOLE_BYTES]
@@ -183,23 +181,24 @@ async def adopt(directory: Path, id: str) -> QemuMachine | None:
     return None
 
 
-def sweep(
-    sandboxes_dir: Path, known_ids: Collection[str], instance: str, uids: Collection[int] = ()
-) -> set[str]:
-    """Ends every VMM and device process of `instance` whose id is not in `known_ids`; returns the ids it
-    found.
+def sweep(sandboxes_dir: Path, known_ids: Collection[str], instance: str, uids: Collection[int] = ()) -> set[str]:
+    """Ends every VMM and device process of `instance` whose id is not in `known_ids`; returns the ids found.
 
     `uids` are those a root daemon gives to its machines; processes of any other uid but the daemon's own are
     left alone, whatever their command line says. Takes some milliseconds, and END_S at most.
+
+    Called with the lock of the state directory held, and that lock never inherited across exec: a child that a
+    killed daemon left between fork and exec bears no mark yet, but it holds the lock until it does.
     """
-    ended: set[str] = set()
+    ended = processes.end_marked(instance, lambda id: id not in known_ids, {os.getuid(), *uids})
     with suppress(FileNotFoundError):
         for directory in sorted(sandboxes_dir.iterdir()):
             if directory.name not in known_ids and directory.is_dir() and not directory.is_symlink():
                 if processes.end_recorded(directory):
                     ended.add(directory.name)
+                # After both: only then does nobody listen on the sockets any more.
                 _clean(directory)
-    return ended | processes.end_marked(instance, lambda id: id not in known_ids, {os.getuid(), *uids})
+    return ended
 
 
 class _Starting:
@@ -260,9 +259,7 @@ class _Starting:
         """Leaves nothing. Returns what to raise instead of `error`; None where that is no failure to boot."""
         spec = self._spec
         code = await anyio.to_thread.run_sync(self._end)
-        said = [
-            f"{child.role} said: {line}" for child in self._children if (line := _last_line(child.errors()))
-        ]
+        said = [f"{child.role} said: {line}" for child in self._children if (line := _last_line(child.errors()))]
         for child in self._children:
             child.close()
         _clean(spec.directory)

@@ -20,9 +20,7 @@ UID = 977_001
 LIMIT_BYTES = 1 << 20
 
 
-async def run(
-    program: Path, arguments: list[str], fds: list[int], files: tuple[tuple[Path, str], ...] = ()
-) -> str:
+async def run(program: Path, arguments: list[str], fds: list[int], files: tuple[tuple[Path, str], ...] = ()) -> str:
     root = os.geteuid() == 0
     prison = Jail(
         tools=jail.find_tools(root),

@@ -29,18 +29,14 @@ SPEC = MachineSpec(
     uid=900001,
 )
 TOOLS = Tools(
-    qemu=Program(
-        Path("/usr/bin/qemu-system-x86_64"), (LOADER, LIBC, ("libz.so.1", Path("/usr/lib/libz.so.1")))
-    ),
+    qemu=Program(Path("/usr/bin/qemu-system-x86_64"), (LOADER, LIBC, ("libz.so.1", Path("/usr/lib/libz.so.1")))),
     firmware=(Path("/usr/share/seabios/bios-256k.bin"), Path("/usr/share/qemu/pvh.bin")),
     modules=(Path("/usr/lib/qemu/accel-tcg-x86_64.so"),),
     vsock=Program(Path("/opt/sandbox-vsock"), (LOADER, LIBC)),
     jail=jail.Tools(
         prlimit=Path("/usr/bin/prlimit"),
         bwrap=Path("/usr/bin/bwrap"),
-        setpriv=Program(
-            Path("/usr/bin/setpriv"), (LOADER, LIBC, ("libcap-ng.so.0", Path("/usr/lib/cap-ng.so")))
-        ),
+        setpriv=Program(Path("/usr/bin/setpriv"), (LOADER, LIBC, ("libcap-ng.so.0", Path("/usr/lib/cap-ng.so")))),
     ),
     accelerator=Accelerator.TCG,
     instance="i0",

@@ -38,9 +38,7 @@ def program(directory: Path) -> Path:
     if compiler is None:
         pytest.skip("no C compiler: apt-get install gcc libc6-dev")
     source = Path(__file__).with_name("probe.c")
-    subprocess.run(
-        [compiler, "-std=gnu11", "-Wall", "-static", "-o", directory / "probe", source], check=True
-    )
+    subprocess.run([compiler, "-std=gnu11", "-Wall", "-static", "-o", directory / "probe", source], check=True)
     return directory / "probe"
 
 
@@ -85,9 +83,7 @@ def neighbours(directory: Path) -> Iterator[list[str]]:
 def said(request: pytest.FixtureRequest, program: Path, neighbours: list[str]) -> Said:
     if os.geteuid() == 0 and request.param == "user":
         command = [*SETPRIV, sys.executable, "-m", "tests.vm.probing", str(program), *neighbours]
-        ran = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60, env={}
-        )
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60, env={})
         if "Permission denied" in ran.stderr and "sandboxd" not in ran.stderr:
             pytest.skip(f"an ordinary user cannot run {sys.executable}")
         assert ran.returncode == 0, ran.stderr
@@ -99,9 +95,7 @@ def said(request: pytest.FixtureRequest, program: Path, neighbours: list[str]) -
 
 @pytest.fixture(scope="module")
 def expected_uid(said: Said) -> int:
-    return (
-        probing.UID if said.all("uid") == [str(probing.UID)] else USER if os.geteuid() == 0 else os.getuid()
-    )
+    return probing.UID if said.all("uid") == [str(probing.UID)] else USER if os.geteuid() == 0 else os.getuid()
 
 
 def test_it_came_to_its_end(said: Said) -> None:

@@ -88,9 +88,7 @@ def test_commands_are_answered(path: Path) -> None:
         await peer.greet()
         assert await peer.answer("YQ==") == "ringbuf-read"
         _, id = await peer.asked()
-        await peer.say(
-            json.dumps({"error": {"class": "GenericError", "desc": "no"}, "id": id}).encode() + b"\n"
-        )
+        await peer.say(json.dumps({"error": {"class": "GenericError", "desc": "no"}, "id": id}).encode() + b"\n")
         await anyio.sleep_forever()
 
     async def act() -> None:

@@ -26,9 +26,7 @@ def children() -> Iterator[list[subprocess.Popen[bytes]]]:
         child.wait()
 
 
-def start(
-    children: list[subprocess.Popen[bytes]], argv0: str, user: int | None = None
-) -> subprocess.Popen[bytes]:
+def start(children: list[subprocess.Popen[bytes]], argv0: str, user: int | None = None) -> subprocess.Popen[bytes]:
     child = subprocess.Popen(
         [argv0, "60"],
         executable="/bin/sleep",
@@ -144,9 +142,7 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
         pytest.param({"processes": {"pid": 1}}, id="no list"),
         pytest.param({"processes": [{"role": "QEMU", "pid": 1, "start_ticks": 1}]}, id="init"),
         pytest.param({"processes": [{"role": "QEMU", "pid": -1, "start_ticks": 1}]}, id="a group"),
-        pytest.param(
-            {"processes": [{"role": "QEMU", "pid": "7", "start_ticks": 1}]}, id="a pid of another kind"
-        ),
+        pytest.param({"processes": [{"role": "QEMU", "pid": "7", "start_ticks": 1}]}, id="a pid of another kind"),
         pytest.param({"processes": [{"role": "QEMU", "pid": 7}]}, id="no start time"),
         pytest.param({"id": 7}, id="an id of another kind"),
     ],
@@ -165,9 +161,7 @@ def test_rubbish_is_no_record(tmp_path: Path, content: bytes) -> None:
     assert not processes.end_recorded(tmp_path)
 
 
-def test_a_record_finds_a_program_that_renamed_itself(
-    tmp_path: Path, children: list[subprocess.Popen[bytes]]
-) -> None:
+def test_a_record_finds_a_program_that_renamed_itself(tmp_path: Path, children: list[subprocess.Popen[bytes]]) -> None:
     child = start(children, "innocent")
     processes.write_record(tmp_path, Record("box", "/sandboxd/t1/box", (seen(child),)))
     assert processes.end_recorded(tmp_path)

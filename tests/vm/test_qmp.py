@@ -34,9 +34,7 @@ MESSAGES: list[tuple[str, bytes, list[Message]]] = [
     ("nothing between line ends", b"\r\n\n\r\n", []),
     ("long words of the VMM's are cut", b'{"event": "' + b"E" * 1000 + b'"}\n', [Event("E" * 64, "")]),
 ]
-TABLE = pytest.mark.parametrize(
-    ("data", "expected"), [row[1:] for row in MESSAGES], ids=[row[0] for row in MESSAGES]
-)
+TABLE = pytest.mark.parametrize(("data", "expected"), [row[1:] for row in MESSAGES], ids=[row[0] for row in MESSAGES])
 
 
 @TABLE
@@ -71,9 +69,7 @@ def test_all_messages_are_read_at_once_and_in_order() -> None:
         pytest.param(b'{"return": ' + b"9" * 10_000 + b', "id": 1}\n', id="a number of ten thousand digits"),
         pytest.param(b"x" * (qmp.LINE_LIMIT + 1), id="a line that does not end"),
         pytest.param(b"x" * (qmp.LINE_LIMIT + 1) + b"\n", id="a line over the limit"),
-        pytest.param(
-            b'{"event": "STOP"}\n' + b" " * (qmp.LINE_LIMIT + 1) + b"\n", id="blanks over the limit"
-        ),
+        pytest.param(b'{"event": "STOP"}\n' + b" " * (qmp.LINE_LIMIT + 1) + b"\n", id="blanks over the limit"),
     ],
 )
 def test_what_is_not_qmp_is_refused_for_good(data: bytes) -> None:
