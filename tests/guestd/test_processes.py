@@ -214,7 +214,8 @@ def rss_kib() -> int:
 
 def test_arguments_and_variables_arrive_byte_for_byte(guest: Guest) -> None:
     argv = ["a b", '"', "'", "$(x)", "line\nbreak", "", "\udcff\udc80", "ü€😀", "-e", "--", "\\", "\x1b[31m"]
-    got = guest.run("python3", "-c", "import sys,os;sys.stdout.buffer.write(b'\\0'.join(map(os.fsencode,sys.argv[1:])))", *argv)
+    script = "import sys,os;sys.stdout.buffer.write(b'\\0'.join(map(os.fsencode,sys.argv[1:])))"
+    got = guest.run("python3", "-c", script, *argv)
     assert got.stdout.split(b"\0") == [os.fsencode(word) for word in argv]
     env = {"NEWLINE": "a\nb", "EQUALS": "=a=b", "EMPTY": "", "BYTES": "\udcff", "odd name!": "1",
            "LD_LIBRARY_PATH": "/nowhere"}
@@ -226,7 +227,6 @@ def test_arguments_and_variables_arrive_byte_for_byte(guest: Guest) -> None:
 
 def test_two_hundred_kilobytes_of_arguments(guest: Guest) -> None:
     words = [f"{number:05d}" + "w" * 95 for number in range(2000)]
-    got = guest.run("sha256sum", stdin=b"")
     got = guest.run("sh", "-c", 'printf "%s\\n" "$@" | sha256sum', "sh", *words)
     assert got.stdout.split()[0].decode() == hashlib.sha256("".join(f"{w}\n" for w in words).encode()).hexdigest()
 
@@ -252,9 +252,10 @@ def test_what_a_process_finds_in_its_environment(guest: Guest) -> None:
 
 
 def test_who_and_where_a_process_is(guest: Guest) -> None:
-    got = guest.shell("id -u; id -g; pwd; umask; ulimit -c; ps -o pid=,pgid=,sid= -p $$; grep NoNewPrivs /proc/$$/status;"
-                      " cat /proc/$$/oom_score_adj; ls /proc/$$/fd; grep SigIgn /proc/$$/status;"
-                      " grep CapEff /proc/$$/status")
+    got = guest.shell(
+        "id -u; id -g; pwd; umask; ulimit -c; ps -o pid=,pgid=,sid= -p $$; cd /proc/$$; grep NoNewPrivs status;"
+        " cat oom_score_adj; ls fd; grep SigIgn status; grep CapEff status"
+    )
     lines = got.stdout.decode().split("\n")
     assert lines[:5] == ["1001", "1001", "/sandbox/home", "0022", "0"]
     assert len(set(lines[5].split())) == 1, "not its own session and process group"
@@ -390,8 +391,8 @@ def test_end_of_input_is_the_terminals_own_character(guest: Guest) -> None:
 
 def test_characters_cut_in_two_arrive_whole(guest: Guest) -> None:
     text = "│€😀" * 20_000
-    script = "import sys,time\nd=sys.stdin.buffer.read()\nw=sys.stdout.buffer\nw.write(d[:1]);w.flush();time.sleep(.2)\n" \
-        "w.write(d[1:]);w.write(b'\\xff\\xe2\\x82');w.flush()"
+    script = "import sys,time\nd=sys.stdin.buffer.read()\nw=sys.stdout.buffer\nw.write(d[:1]);w.flush()\n" \
+        "time.sleep(.2);w.write(d[1:]);w.write(b'\\xff\\xe2\\x82');w.flush()"
     got = guest.run("python3", "-c", script, stdin=text.encode())
     assert got.stdout == text.encode() + b"\xff\xe2\x82"
 
@@ -580,8 +581,8 @@ def test_only_ping_and_configure_before_configure(tmp_path: Path) -> None:
 # ---- dial, sync
 
 def test_dial_passes_bytes_and_half_close(guest: Guest) -> None:
-    script = "import socket;s=socket.socket();s.bind(('127.0.0.1',0));s.listen();print(s.getsockname()[1],flush=True)\n" \
-        "c,_=s.accept();d=b''\nwhile p:=c.recv(65536): d+=p\nc.sendall(d[::-1]);c.close()"
+    script = "import socket;s=socket.socket();s.bind(('127.0.0.1',0));s.listen()\n" \
+        "print(s.getsockname()[1],flush=True);c,_=s.accept();d=b''\nwhile p:=c.recv(65536): d+=p\nc.sendall(d[::-1]);c.close()"
     with guest.start("python3", "-c", script) as server:
         port = int(next(server.frames())[1])
         data = os.urandom(3 << 20)
