@@ -349,7 +349,7 @@ class _Receiver:
             )  # fmt: skip
             replaced = before if lost.stdout else None
         lock = self._repo.common_dir / f"{ref}.lock"
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             if time.time() - lock.lstat().st_mtime > STALE_REF_LOCK_S:
                 lock.unlink()  # a git that was killed; a live one holds it for milliseconds
         self._git(place, "update-ref", "--no-deref", "-m", "sandbox: brought back", ref, commit)
