@@ -25,7 +25,9 @@
 #define EXIT_USAGE  2
 #define EXIT_VMM    3
 #define EXIT_MEMORY 4
+#define GO_ON	    (-1)
 #define EVENTS_MAX  64
+#define MESSAGES_MAX 64 /* before others get a turn */
 #define FDS_WANTED  (CONNECTIONS_MAX + 64) /* clients, and what the VMM may have sent at once */
 
 static const char usage[] = "usage: sandbox-vsock --vhost-fd N --listen-fd M --guest-cid CID";
@@ -128,6 +130,27 @@ static uint64_t clock_ms(void)
 	return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
 }
 
+/* Obeys what the VMM has said. GO_ON, or the status to end with. */
+static int obey(struct device *device)
+{
+	for (unsigned i = 0; i < MESSAGES_MAX; i++) {
+		const char *why = NULL;
+
+		switch (frontend_receive(&device->frontend, &why)) {
+		case FRONTEND_IDLE:
+			return GO_ON;
+		case FRONTEND_MESSAGE:
+			device_queues_changed(device);
+			break;
+		case FRONTEND_CLOSED:
+			return EXIT_SUCCESS;
+		case FRONTEND_FAULT:
+			return complain(EXIT_VMM, "vhost-user", why);
+		}
+	}
+	return GO_ON;
+}
+
 static int serve(struct device *device)
 {
 	for (;;) {
@@ -137,22 +160,15 @@ static int serve(struct device *device)
 		if (count < 0 && errno != EINTR)
 			return complain(EXIT_FAILURE, "epoll_wait", strerror(errno));
 		device->now_ms = clock_ms();
+		/* The VMM first: who dials after it has set up the queues must not be refused. */
 		for (int i = 0; i < count; i++) {
-			enum frontend_event heard;
-			const char *why = NULL;
+			int status = events[i].data.u64 >> SOURCE_SHIFT == SOURCE_FRONTEND ? obey(device) : GO_ON;
 
-			if (events[i].data.u64 >> SOURCE_SHIFT != SOURCE_FRONTEND) {
-				device_event(device, events[i].data.u64, events[i].events);
-				continue;
-			}
-			heard = frontend_receive(&device->frontend, &why);
-			if (heard == FRONTEND_CLOSED)
-				return EXIT_SUCCESS;
-			if (heard == FRONTEND_FAULT)
-				return complain(EXIT_VMM, "vhost-user", why);
-			if (heard == FRONTEND_MESSAGE)
-				device_queues_changed(device);
+			if (status != GO_ON)
+				return status;
 		}
+		for (int i = 0; i < count; i++)
+			device_event(device, events[i].data.u64, events[i].events);
 		device_expire(device);
 		device_run(device);
 	}
