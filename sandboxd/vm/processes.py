@@ -67,6 +67,11 @@ def hold(process: Process) -> int | None:
     return _hold(process.pid, lambda: start_ticks(process.pid) == process.start_ticks)
 
 
+def hold_child(pid: int, above: int) -> int | None:
+    """A pidfd of the process `pid` if `above` is its parent."""
+    return _hold(pid, lambda: parent(pid) == above)
+
+
 def kill(pidfd: int) -> None:
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -158,7 +163,7 @@ def end_recorded(directory: Path) -> bool:
 
 
 def write_record(directory: Path, record: Record) -> None:
-    """By rename, so that a record is whole or not there."""
+    """By rename, so that a record is whole or not there. No sync: after a crash of the host it says nothing."""
     body = {
         "version": RECORD_VERSION,
         "boot_id": boot_id(),
@@ -170,8 +175,6 @@ def write_record(directory: Path, record: Record) -> None:
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "w") as file:
         json.dump(body, file)
-        file.flush()
-        os.fsync(file.fileno())
     os.rename(temporary, directory / RECORD)
 
 

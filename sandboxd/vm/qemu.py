@@ -75,7 +75,8 @@ class QemuMachine:
 
     async def wait_exit(self) -> None:
         if self._ending.locked() or self._ended:
-            return
+            async with self._ending:
+                return
         with ExitStack() as stack:
             await _first(self._wait_guest_stopped, *_ends(stack, self._pidfds))
 
@@ -115,8 +116,7 @@ class QemuMachine:
 
 
 async def start(spec: MachineSpec, tools: Tools) -> QemuMachine:
-    """Starts both processes; returns once QEMU runs the guest. Whether the guest comes up is seen by its
-    answers.
+    """Starts both processes and returns once QEMU runs the guest. Whether the guest comes up its answers show.
 
     Raises BootFailed with nothing left behind. A directory that holds a live machine is refused, and that
     machine left alone.
@@ -156,8 +156,7 @@ async def start(spec: MachineSpec, tools: Tools) -> QemuMachine:
 
 
 async def adopt(directory: Path, id: str) -> QemuMachine | None:
-    """The machine an earlier run of the daemon left in `directory`, if both its programs still run; else
-    None.
+    """The machine an earlier run of the daemon left in `directory`; None unless both its programs still run.
 
     A VMM that does not answer its monitor now is adopted all the same, and asked again later. What is left of
     a machine that cannot be adopted is ended, as far as its record tells; `sweep` finds the rest.
@@ -246,13 +245,11 @@ class _Starting:
         found = []
         outer = (f"{child.role} jail", child.pid, os.getpid())
         for role, pid, above in (outer, (child.role, program, child.pid)):
-            try:
-                self._pidfds.append(os.pidfd_open(pid))
-                if processes.parent(pid) != above:
-                    raise ProcessLookupError(pid)
-                found.append(Process(role, pid, processes.start_ticks(pid)))
-            except ProcessLookupError:
-                raise ChildError("the process ended") from None
+            pidfd = processes.hold_child(pid, above)
+            if pidfd is None:
+                raise ChildError("the process ended")
+            self._pidfds.append(pidfd)
+            found.append(Process(role, pid, processes.start_ticks(pid)))
         return found
 
     async def undo(self, error: BaseException) -> BootFailed | None:
@@ -264,7 +261,7 @@ class _Starting:
             child.close()
         _clean(spec.directory)
         processes.remove_record(spec.directory)
-        if not isinstance(error, OSError | ChildError | MonitorError):
+        if not isinstance(error, OSError | ChildError):
             return None
         return BootFailed("; ".join([self._step, *said]), code, b"")
 
@@ -299,6 +296,8 @@ def _listen(stack: ExitStack, directory: Path) -> list[socket.socket]:
         stack.callback(os.close, dir_fd)
         return [stack.enter_context(unixpath.bind(dir_fd, name)) for name in (QMP_SOCKET, VSOCK_SOCKET)]
     except OSError as error:
+        stack.close()
+        _clean(directory)
         raise BootFailed(f"making the machine's sockets: {error.strerror}", None, b"") from error
 
 
