@@ -10,6 +10,7 @@ line.
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,6 +23,8 @@ from sandboxd.vm.machine import MachineSpec
 MACHINE = "pc-i440fx-7.2"  # versioned: a saved machine fits a later QEMU; its root bus can hot-plug
 GUEST_CID = 3
 CONSOLE_BYTES = 64 * 1024
+VMM_FILES = 256  # three for a drive, some for each processor and queue
+DEVICE_FILES = 2048  # one for a connection, of which it takes 1024
 CODE_BUFFER_MB = 512  # translated code under TCG; the default, 1 GiB a machine, is more than most guests fill
 
 _FIRMWARE = ("bios-256k.bin", "kvmvapic.bin", "linuxboot_dma.bin", "pvh.bin")
@@ -39,7 +42,10 @@ class Accelerator(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The programs of this host and what they are linked with. `instance` marks what is started with them."""
+    """The programs of this host and what they are linked with.
+
+    `instance` marks what is started with them; `open_files` is as many as a process of ours may be allowed.
+    """
 
     qemu: Program
     firmware: tuple[Path, ...]
@@ -48,6 +54,7 @@ class Tools:
     jail: jail.Tools
     accelerator: Accelerator
     instance: str
+    open_files: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,7 @@ def find_tools(vsock: Path, instance: str, accelerator: Accelerator = Accelerato
         jail=jail.find_tools(root=os.geteuid() == 0),
         accelerator=accelerator,
         instance=instance,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
     )
 
 
@@ -140,7 +148,7 @@ def vmm_jail(spec: MachineSpec, tools: Tools, largest_drive_bytes: int, kvm: Pat
             address_space_bytes=memory + code + (2 << 30),
             # Neither a drive nor an anonymous file can be made larger than what the machine was given.
             file_size_bytes=max(memory, largest_drive_bytes),
-            open_files=256,
+            open_files=min(VMM_FILES, tools.open_files),
             processes=None if spec.uid is None else spec.cpus + 200,
         ),
         files=(
@@ -163,7 +171,7 @@ def device_jail(spec: MachineSpec, tools: Tools) -> Jail:
         limits=Limits(
             address_space_bytes=(spec.memory_mb << 20) + (1 << 30),
             file_size_bytes=0,
-            open_files=2048,
+            open_files=min(DEVICE_FILES, tools.open_files),
             processes=None if spec.uid is None else spec.cpus + 200,
         ),
         files=(),

@@ -40,6 +40,7 @@ TOOLS = Tools(
     ),
     accelerator=Accelerator.TCG,
     instance="i0",
+    open_files=20000,
 )
 USER_SPEC = replace(SPEC, uid=None)
 USER_TOOLS = replace(TOOLS, jail=replace(TOOLS.jail, setpriv=None))
@@ -149,3 +150,9 @@ def test_limits_are_in_the_command() -> None:
     limited = replace(commands.device_jail(SPEC, TOOLS), limits=Limits(1, 2, 3, 4))
     words = jail.argv(limited, 31, 32, [])
     assert {"--core=0", "--as=1", "--fsize=2", "--nofile=3", "--nproc=4"} <= set(words)
+
+
+def test_a_host_that_allows_few_open_files_is_not_asked_for_more() -> None:
+    tools = replace(TOOLS, open_files=100)
+    assert commands.device_jail(SPEC, tools).limits.open_files == 100
+    assert commands.vmm_jail(SPEC, tools, SIZE, None).limits.open_files == 100
