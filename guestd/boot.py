@@ -46,6 +46,7 @@ _IMAGE_KINDS: Final = ("erofs", "ext4")
 _MS_NOATIME: Final = 1024               # linux/mount.h
 _RESERVE_BYTES: Final = 48 << 20        # of memory: guestd's own and what it reads from its drive
 _LEAST_BYTES: Final = 64 << 20
+_END_S: Final = 5.0
 
 # linux/random.h, linux/sockios.h, linux/if.h
 _RNDADDENTROPY: Final = 0x40085203
@@ -89,12 +90,20 @@ def resume() -> Place | None:
             env = json.load(state)
     except FileNotFoundError:
         return None
-    with open(f"{CGROUP}/cgroup.kill", "wb", buffering=0) as file:
-        file.write(b"1")
-    for name in os.listdir(CGROUP):
-        with contextlib.suppress(OSError):
-            os.rmdir(f"{CGROUP}/{name}")
+    _end_leftovers()
     return _place(env)
+
+
+def _end_leftovers() -> None:
+    """Whatever an earlier guestd started: nobody holds its pipes any more, and its cgroups' names are wanted."""
+    _set(f"{CGROUP}/cgroup.kill", "1")
+    deadline = time.monotonic() + _END_S
+    for name in os.listdir(CGROUP):
+        while os.path.isdir(f"{CGROUP}/{name}") and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                os.rmdir(f"{CGROUP}/{name}")
+                break
+            time.sleep(0.01)
 
 
 def _place(env: Mapping[str, str]) -> Place:

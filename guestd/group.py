@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections import deque
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 _numbers = iter(range(1, 1 << 62))
 _lock: Final = threading.Lock()
-_left_over: list[str] = []      # cgroups whose leader is gone and that a child of it still lives in
+_left_over: deque[str] = deque()      # cgroups whose leader is gone and that a child of it still lives in
 
 
 class Group:
@@ -50,23 +51,17 @@ class Group:
                 os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """The leader has been reaped. A cgroup that others still live in is removed later, when it is
-        empty."""
+        """The leader has been reaped. A cgroup that others still live in is removed some other time."""
         if not self._path:
             return
         with _lock:
-            # The oldest few are tried each time: what stays behind stays bounded by what is alive.
-            for path in [self._path, *_left_over[:4]]:
+            # A few old ones are tried each time: what stays behind is bounded by what is alive.
+            empty = [self._path, *(_left_over.popleft() for _ in range(min(4, len(_left_over))))]
+            for path in empty:
                 try:
                     os.rmdir(path)
                 except OSError:
-                    if path == self._path:
-                        _left_over.append(path)
-                    else:
-                        _left_over.append(_left_over.pop(0))
-                else:
-                    if path != self._path:
-                        _left_over.remove(path)
+                    _left_over.append(path)
 
 
 def _descendants(leader: int) -> list[int]:

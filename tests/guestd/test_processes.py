@@ -582,7 +582,8 @@ def test_only_ping_and_configure_before_configure(tmp_path: Path) -> None:
 
 def test_dial_passes_bytes_and_half_close(guest: Guest) -> None:
     script = "import socket;s=socket.socket();s.bind(('127.0.0.1',0));s.listen()\n" \
-        "print(s.getsockname()[1],flush=True);c,_=s.accept();d=b''\nwhile p:=c.recv(65536): d+=p\nc.sendall(d[::-1]);c.close()"
+        "print(s.getsockname()[1],flush=True);c,_=s.accept();d=b''\n" \
+        "while p:=c.recv(65536): d+=p\nc.sendall(d[::-1]);c.close()"
     with guest.start("python3", "-c", script) as server:
         port = int(next(server.frames())[1])
         data = os.urandom(3 << 20)
