@@ -24,7 +24,7 @@ import anyio
 import anyio.abc
 
 from guestd import protocol
-from sandboxd.errors import Conflict, GuestProtocolError, NotFound
+from sandboxd.errors import Conflict, GuestProtocolError, NotFound, Unavailable
 from sandboxd.guest import Guest, GuestGone, GuestRefused, Session
 from sandboxd.spool import RUN_LIMIT, Budget, Chunk, Cursor, Spool
 from sandboxd.store import ProcessRecord, Store
@@ -108,14 +108,23 @@ class Process:
             await self.send(protocol.STDIN_END)
 
     async def send(self, kind: str, payload: bytes = b"") -> None:
-        """A frame to the guest. Nothing happens where the process has ended."""
+        """A frame to the guest. Nothing happens where the process has ended; `Unavailable` where it has not and
+        cannot be reached."""
         # After a restart it takes a moment until it is attached again.
         if self._session is None and self.running:
             with anyio.move_on_after(CONNECTION_WAIT_S):
                 await self._connected.wait()
-        if self._session is not None:
-            with contextlib.suppress(GuestGone):
+        try:
+            if self._session is not None:
                 await self._session.send(kind, payload)
+                return
+        except GuestGone:
+            # Its exit code may be on its way; what is left of a process that ends is told within a moment.
+            with anyio.move_on_after(SIGNAL_WAIT_S):
+                while self.running:
+                    await self._news.wait()
+        if self.running:
+            raise Unavailable("the process cannot be reached at the moment")
 
     async def kill_by_hanging_up(self) -> None:
         """For a run only: what it started dies with its connection."""

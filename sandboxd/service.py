@@ -131,7 +131,6 @@ class Live:
         self.machine: Machine | None = None
         self.claim: Claim | None = None
         self.creating: anyio.CancelScope | None = None
-        self.deleted = False
         self.gone = anyio.Event()
         self.requests = 0
         self.active_at = time.monotonic()
@@ -244,7 +243,6 @@ class Service:
     async def delete(self, ref: str) -> None:
         live = self._find(ref)
         if live.record.state is State.PENDING:
-            live.deleted = True
             if live.creating is not None:
                 live.creating.cancel()
         elif live.record.state is not State.TERMINATED:

@@ -46,6 +46,27 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.fixture(scope="session")
+def _second() -> Iterator[Rig]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="dmn-", dir="/tmp") as name, Rig(Path(name)) as running:
+        running.create(name="warm")
+        running.call("DELETE", "/v1/sandboxes/warm")
+        yield running
+
+
+@pytest.fixture
+def other(_second: Rig) -> Iterator[Rig]:
+    """A daemon that tests steer by its knobs and empty again."""
+    yield _second
+    for knob in _second.knobs.iterdir():
+        knob.unlink()
+    for sandbox in _second.call("GET", "/v1/sandboxes").json["sandboxes"]:
+        if sandbox["state"] != "terminated":
+            _second.call("DELETE", f"/v1/sandboxes/{sandbox['id']}")
+
+
+@pytest.fixture(scope="session")
 def box(rig: Rig) -> str:
     """A sandbox every test may use."""
     return rig.create(name="box", env={"API_TOKEN": "s3cr3t-CANARY"})

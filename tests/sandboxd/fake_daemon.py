@@ -77,14 +77,7 @@ class FakeBackend:
             return HostileMachine(spec, hostile)
         if self.knob("no_boot"):
             raise BootFailed("starting the VMM", 1, b"panic: \x1b]0;title\x07no root\n")
-        command = [sys.executable, str(FAKE_VMM)]
-        command += ["--listen", str(spec.directory / "vsock.sock"), "--root", str(spec.directory / "root")]
-        log = (spec.directory / "vmm.log").open("wb")
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-        (spec.directory / "vm.json").write_text(json.dumps({"pid": child.pid}))
-        threading.Thread(target=child.wait, daemon=True).start()
-        machine = FakeMachine(spec.directory, spec.id, child.pid)
-        return machine
+        return FakeMachine(spec.directory, spec.id, launch(spec.directory))
 
     async def adopt(self, directory: Path, sandbox_id: str) -> Machine | None:
         pid = recorded(directory)
@@ -94,6 +87,17 @@ class FakeBackend:
         for directory in sandboxes.iterdir():
             if directory.name not in known and (pid := recorded(directory)) is not None:
                 end(os.pidfd_open(pid))
+
+
+def launch(directory: Path) -> int:
+    """The pid of a fake_vmm that outlives this process."""
+    command = [sys.executable, str(FAKE_VMM)]
+    command += ["--listen", str(directory / "vsock.sock"), "--root", str(directory / "root")]
+    with (directory / "vmm.log").open("wb") as log:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    (directory / "vm.json").write_text(json.dumps({"pid": child.pid}))
+    threading.Thread(target=child.wait, daemon=True).start()
+    return child.pid
 
 
 class HostileMachine:

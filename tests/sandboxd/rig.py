@@ -141,7 +141,9 @@ class Rig:
             return said
 
     def create(self, **fields: Any) -> str:
-        answer = self.call("POST", "/v1/sandboxes", fields)
+        """Waits for the images if it must."""
+        while (answer := self.call("POST", "/v1/sandboxes", fields)).status == 503:
+            time.sleep(0.05)
         assert answer.status == 201, answer.body
         sandbox_id = answer.json["id"]
         assert isinstance(sandbox_id, str)
@@ -168,10 +170,9 @@ class Rig:
         """Follows to the end: (stdout, stderr, exit code)."""
         lines = [json.loads(line) for line in self.call("GET", f"{process}/output").body.splitlines()]
         assert "exit_code" in lines[-1] and all("stream" in line for line in lines[:-1])
-        streams = {"stdout": b"", "stderr": b""}
-        for line in lines[:-1]:
-            streams[line["stream"]] += base64.b64decode(line["data"])
-        return streams["stdout"], streams["stderr"], lines[-1]["exit_code"]
+        pieces = [(line["stream"], base64.b64decode(line["data"])) for line in lines[:-1]]
+        out, err = (b"".join(data for name, data in pieces if name == wanted) for wanted in ("stdout", "stderr"))
+        return out, err, lines[-1]["exit_code"]
 
     def attach(self, process: str, early: bytes = b"") -> Attached:
         return Attached(self.socket, process, early)
@@ -202,7 +203,8 @@ class Attached:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(30)
         self.socket.connect(str(path))
-        head = f"GET {process}/attach HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: sbx-stream/1\r\n\r\n"
+        head = f"GET {process}/attach HTTP/1.1\r\nHost: localhost\r\n"
+        head += "Connection: Upgrade\r\nUpgrade: sbx-stream/1\r\n\r\n"
         self.socket.sendall(head.encode() + early)
         self.file = self.socket.makefile("rb")
         self.status = self.file.readline().decode().strip()
@@ -229,16 +231,12 @@ class Attached:
 
     def rest(self) -> tuple[bytes, bytes, int | None]:
         """To the end: (stdout, stderr, exit code)."""
-        out, err, code = b"", b"", None
+        pieces: dict[bytes, list[bytes]] = {b"o": [], b"E": [], b"x": []}
         while (found := self.frame()) is not None:
-            kind, payload = found
-            if kind == b"o":
-                out += payload
-            elif kind == b"E":
-                err += payload
-            elif kind == b"x":
-                code = int.from_bytes(payload, "big", signed=True)
-        return out, err, code
+            pieces[found[0]].append(found[1])
+        (code,) = pieces[b"x"] or [None]
+        exit_code = None if code is None else int.from_bytes(code, "big", signed=True)
+        return b"".join(pieces[b"o"]), b"".join(pieces[b"E"]), exit_code
 
 
 def frame(kind: bytes, payload: bytes = b"") -> bytes:

@@ -289,7 +289,8 @@ def test_silly_terminal_sizes_are_400(rig: Rig, box: str, rows: int, cols: int) 
 
 
 def test_95_arguments_arrive_as_given(rig: Rig, box: str) -> None:
-    arguments = ["a b", "'\"$(x)`", "new\nline", "", "é\u4e2d\U0001f600", "\udcff\udc80", "x" * 100_000, "y" * 100_000, "--", "-n"]
+    arguments = ["a b", "'\"$(x)`", "new\nline", "", "é\u4e2d\U0001f600", "\udcff\udc80", "--", "-n"]
+    arguments += ["x" * 100_000, "y" * 100_000]
     ran = rig.run(box, "printf", "%s|", *arguments, env={"X": "a=b\nc"})
     assert ran.stdout == b"".join(a.encode(errors="surrogateescape") + b"|" for a in arguments)
     listed = rig.call("GET", f"{S}/{box}/processes").json["processes"][-1]["argv"]

@@ -18,8 +18,8 @@ from tests.sandboxd.rig import Rig
         ("localhost", True), ("LOCALHOST:80", True), ("127.0.0.1", True), ("127.9.9.9:8080", True), ("[::1]", True),
         ("[::1]:7", True), ("evil.test", False), ("localhost.evil.test", False), ("127.0.0.1.evil.test", False),
         ("localhost.", False), ("localhost:", False), ("localhost:port", False), ("user@localhost", False),
-        ("", False), ("0.0.0.0", False), ("::1", False), ("[::1", False), ("10.0.0.1", False), ("[::ffff:1.2.3.4]", False),
-        ("localhost localhost", False), ("allowed.test", False), ("2130706433", False),
+        ("", False), ("0.0.0.0", False), ("::1", False), ("[::1", False), ("10.0.0.1", False),
+        ("[::ffff:1.2.3.4]", False), ("localhost localhost", False), ("allowed.test", False), ("2130706433", False),
     ],
 )  # fmt: skip
 def test_which_hosts_are_this_machine(host: str, local: bool) -> None:
@@ -50,7 +50,9 @@ def test_an_operator_may_allow_a_name() -> None:
             403, "forbidden_origin", id="an upgrade of a foreign origin",
         ),
         pytest.param("GET", "http://localhost/v1/health", {}, 403, "forbidden_origin", id="an absolute target"),
-        pytest.param("OPTIONS", "/v1/sandboxes", {"Origin": "http://evil.test"}, 403, "forbidden_origin", id="preflight"),
+        pytest.param(
+            "OPTIONS", "/v1/sandboxes", {"Origin": "http://evil.test"}, 403, "forbidden_origin", id="preflight"
+        ),
         pytest.param("GET", "/", {}, 404, "not_found", id="no such endpoint"),
         pytest.param("GET", "/v1/sandboxes/", {}, 404, "not_found", id="a trailing slash"),
         pytest.param("PUT", "/v1/sandboxes", {}, 404, "not_found", id="a method the route does not have"),

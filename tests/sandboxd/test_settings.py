@@ -1,0 +1,166 @@
+"""Flags, sockets, locks, uids, the store: what a start refuses and what it remembers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+from docopt import docopt
+
+from sandboxd import __main__ as program
+from sandboxd.adopt import lock
+from sandboxd.errors import SetupError, Unavailable
+from sandboxd.lifecycle import MOVES, IllegalMove, State, move
+from sandboxd.settings import default_socket, default_state_dir, read
+from sandboxd.store import Network, ProcessRecord, SandboxRecord, Store
+from sandboxd.uids import Uids, overlapping
+
+
+def flags(*arguments: str) -> dict[str, object]:
+    return dict(docopt(program.__doc__ or "", list(arguments)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--listen", "127.0.0.1:80"], "TCP is not built yet"), (["--listen", "tcp://x"], "TCP is not built yet"),
+        (["--listen", "unix://relative"], "absolute"), (["--listen", "unix:///" + "x" * 103], "104"),
+        (["--backend", "firecracker"], "not built yet"), (["--backend", "fake"], "auto or qemu"),
+        (["--uid-base", "x"], "--uid-base"),
+    ],
+)  # fmt: skip
+def test_flags_that_are_refused(arguments: list[str], part: str) -> None:
+    with pytest.raises(SetupError) as caught:
+        read(flags(*arguments), {"HOME": "/home/alice"}, 1000)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "uid", "at", "state"),
+    [
+        ({}, 0, "/run/sandboxd/sandboxd.sock", "/var/lib/sandboxd"),
+        (
+            {"HOME": "/h", "XDG_RUNTIME_DIR": "/run/user/1", "XDG_DATA_HOME": "/d"}, 1,
+            "/run/user/1/sandboxd.sock", "/d/sandboxd",
+        ),
+        ({"HOME": "/h"}, 1, "/h/.config/sandbox/sandboxd.sock", "/h/.local/share/sandboxd"),
+        (
+            {"HOME": "/h", "XDG_RUNTIME_DIR": "x", "XDG_DATA_HOME": ""}, 1,
+            "/h/.config/sandbox/sandboxd.sock", "/h/.local/share/sandboxd",
+        ),
+    ],
+)  # fmt: skip
+def test_default_places(environment: dict[str, str], uid: int, at: str, state: str) -> None:
+    assert str(default_socket(environment, uid)) == at
+    assert str(default_state_dir(environment, uid)) == state
+    settings = read(flags(), environment, uid)
+    assert str(settings.socket) == at and settings.assets_dir == Path(state) / "assets"
+    assert not settings.prepare_only and read(flags("prepare"), environment, uid).prepare_only
+
+
+def test_a_start_that_fails_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        program.main(["--listen", "0.0.0.0:1"])
+    assert caught.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("sandboxd: --listen 0.0.0.0:1: TCP is not built yet") and said.count("\n") == 1
+
+
+def test_the_socket_its_directory_and_its_stale_predecessor(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "deep" / "s.sock"
+    with program.listen(path) as first:
+        modes = [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent, path.parent.parent)]
+        assert modes == [0o600, 0o700, 0o700]
+        with pytest.raises(SetupError, match="another sandboxd answers there"):
+            program.listen(path)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+        assert first.fileno() >= 0
+    with program.listen(path):
+        pass
+    path.parent.chmod(0o777)
+    with pytest.raises(SetupError, match="others could replace"):
+        program.listen(path)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o777
+
+
+def test_a_state_directory_of_others_is_refused_and_a_second_daemon_too(tmp_path: Path) -> None:
+    held = lock(tmp_path / "state")
+    with pytest.raises(SetupError, match="another sandboxd"):
+        lock(tmp_path / "state")
+    os.close(held)
+    os.close(lock(tmp_path / "state"))
+    (tmp_path / "state").chmod(0o770)
+    with pytest.raises(SetupError, match="writable by nobody else"):
+        lock(tmp_path / "state")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError):
+        lock(tmp_path / "file" / "state")
+
+
+def test_lifecycle_has_no_way_back() -> None:
+    assert MOVES.keys() == set(State)
+    assert move(State.PENDING, State.RUNNING) is State.RUNNING
+    for state in State:
+        with pytest.raises(IllegalMove):
+            move(State.TERMINATED, state)
+        with pytest.raises(IllegalMove):
+            move(state, State.PENDING)
+
+
+@pytest.mark.parametrize(
+    ("subuid", "owner"),
+    [
+        ("alice:100000:65536\n", None), ("alice:899000:1000\n", None), ("alice:899000:1001\nbob:1:1\n", "alice"),
+        ("bob:904095:1\n", "bob"), ("bob:904096:65536\n", None), ("bob:0:4294967295", "bob"),
+        ("garbage\na:b:c\n\n", None),
+    ],
+)  # fmt: skip
+def test_who_has_the_uids(subuid: str, owner: str | None) -> None:
+    assert overlapping(subuid, 900_000, 4096) == owner
+
+
+def test_uids_are_claimed_once_and_given_back(tmp_path: Path) -> None:
+    one, other = Uids(900_000, tmp_path / "l", ""), Uids(900_000, tmp_path / "l", "")
+    claims = [one.claim(), other.claim(), one.claim()]
+    assert len({claim.uid for claim in claims}) == 3
+    assert other.reclaim(claims[0].uid) is None
+    claims[0].close()
+    again = other.reclaim(claims[0].uid)
+    assert again is not None
+    for claim in (again, *claims[1:]):
+        claim.close()
+    with pytest.raises(SetupError, match="--uid-base"):
+        Uids(900_000, tmp_path / "l", "alice:900000:1\n")
+    with pytest.raises(SetupError):
+        Uids(0, tmp_path / "l", "")
+    assert issubclass(Unavailable, Exception)
+
+
+def test_the_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state.sqlite")
+    record = SandboxRecord(
+        "sbx_1", "n", State.RUNNING, "i", 1.5, 1, 2, ("A",), Network("allowlist", ("a",), ("b",)), 1.25, 3, 4,
+        {"k": "ü"}, 900_001, "",
+    )  # fmt: skip
+    plain = SandboxRecord("sbx_2", "", State.PENDING, "i", 1, 1, 2, (), Network("none"), 1.0, 3)
+    process = ProcessRecord("sbx_1", 1, ("a", "\udcff"), True, "s", 2.5)
+    for one in (record, plain):
+        store.put(one)
+    store.put_process(process)
+    store.put_process(ProcessRecord("sbx_1", 2, ("b",), False, "", 2.5, -1))
+    store.close()
+    store = Store(tmp_path / "state.sqlite")
+    assert store.sandboxes() == [plain, record]
+    assert store.processes("sbx_1") == [process, ProcessRecord("sbx_1", 2, ("b",), False, "", 2.5, -1)]
+    store.forget_process("sbx_1", 1)
+    store.forget("sbx_1")
+    assert store.processes("sbx_1") == [] and store.sandboxes() == [plain]
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in tmp_path.iterdir())
+    store._db.execute("PRAGMA user_version = 99")
+    store.close()
+    with pytest.raises(SetupError, match="another version"):
+        Store(tmp_path / "state.sqlite")
