@@ -37,7 +37,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ from cli.repository import Repository
 from cli.session import Session
 from cli.status import Status
 from sandboxd.client import Client, Create, Process, Sandbox
-from sandboxd.errors import NotFound, SandboxError, Unavailable
+from sandboxd.errors import Conflict, NotFound, SandboxError, Unavailable
 from sandboxd.termsafe import clean
 
 LATER = (
@@ -170,7 +170,8 @@ class _Run:
             with Status() as status:
                 process = self._start(client, sandbox, status)
             if asked.detach:
-                client.write_stdin(sandbox.id, process.pid, b"", close=True)
+                with suppress(Conflict):  # it has ended already
+                    client.write_stdin(sandbox.id, process.pid, b"", close=True)
         except BaseException:
             self._end(client)
             raise

@@ -1,0 +1,280 @@
+"""Command lines: what is understood, what is refused and how, and what starting costs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from docopt import docopt
+
+from cli import context, process, show
+from cli.__main__ import ALIASES, COMMANDS, LATER, misuse
+from cli.run import environment, plan
+from sandboxd.client import Client, Network, Process
+from sandboxd.errors import NotFound, SandboxError
+from tests.cli.person import Person
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def person(tmp_path: Path) -> Person:
+    return Person(tmp_path, tmp_path / "none.sock")
+
+
+SAID = [
+    ((), "which command?"),
+    (("--bogus",), "which command?"),
+    (("bogus",), "unknown command 'bogus'"),
+    (("b\x1b[2Jogus\u202e",), "unknown command 'b [2Jogus'"),
+    (("agent", "claude"), "agent is not built yet"),
+    (("tunnel", "x", "80"), "tunnel is not built yet"),
+    (("kill",), "kill: an argument is missing"),
+    (("list", "extra"), "list: an argument is missing, too many"),
+    (("list", "--bogus"), "list: unknown option --bogus"),
+    (("list", "--label"), "list: --label requires argument"),
+    (("exec", "box", "ls"), "exec: the command goes after `--`"),
+    (("exec", "box", "--"), "exec: an argument is missing"),
+    (("exec", "--", "ls"), "exec: an argument is missing"),
+    (("run", "ls"), "run: the command goes after `--`"),
+    (("run", "-x", "--", "ls"), "run: unknown option -x"),
+    (("run", "--name", "a", "--name", "b", "--", "ls"), "given twice"),
+    *((("run", f"{flag}=x", "--", "ls"), f"run: {flag} is not built yet") for flag in import_module("cli.run").LATER),
+    (("run", "--profile", "prod", "--", "ls"), "run: --profile is not built yet"),
+    (("run", "--network", "wide", "--", "ls"), "--network wide: it is none, allowlist or open"),
+    (("run", "--memory", "4g", "--", "ls"), "--memory 4g: not a number above 0"),
+    (("run", "--cpus", "nan", "--", "ls"), "--cpus nan: not a number above 0"),
+    (("run", "--idle", "-5", "--", "ls"), "--idle"),
+    (("run", "-e", "A B=1", "--", "ls"), "-e A B: not a variable's name"),
+    (("run", "--label", "novalue", "--", "ls"), "--label novalue: it is KEY=VALUE"),
+    (("run", "--context", "tcp://x:1", "--no-workspace", "--", "ls"), "context tcp://x:1: this version knows"),
+    (("list", "--context", "unix:///no/such"), "no sandboxd at /no/such: No such file or directory"),
+]
+
+
+@pytest.mark.parametrize(("args", "said"), SAID, ids=[" ".join(args) or "nothing" for args, _ in SAID])
+def test_what_is_wrong_is_one_line_and_exit_1(person: Person, args: tuple[str, ...], said: str) -> None:
+    done = person.run(*args)
+    assert done.returncode == 1
+    assert done.stdout == b""
+    line = done.stderr.decode()
+    assert line.startswith("sandbox-cli: ")
+    assert line.count("\n") == 1
+    assert said in line
+    assert "\x1b" not in line
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_has_help_and_its_usage_reads(person: Person, name: str) -> None:
+    module = import_module(COMMANDS[name])
+    done = person.run(name, "--help")
+    assert done.returncode == 0
+    assert done.stdout.decode().strip() == str(module.__doc__).strip()
+    assert f"  {name}" in person.run("--help").stdout.decode()
+    assert name not in LATER
+
+
+def test_aliases_and_the_version(person: Person) -> None:
+    assert set(ALIASES.values()) <= set(COMMANDS)
+    assert b"list [" in person.run("ls", "--help").stdout
+    assert person.run("--version").stdout == person.run("version").stdout
+    assert person.run("version").stdout.startswith(b"sandbox-cli ")
+    assert person.run("version", "--json").stdout.startswith(b'{\n  "version": ')
+
+
+def parsed(*args: str) -> dict[str, Any]:
+    return dict(docopt(str(import_module("cli.run").__doc__), argv=["run", *args]))
+
+
+def test_a_command_is_taken_as_it_is() -> None:
+    words = ("git", "checkout", "--", "-la", "--name", "x", "")
+    asked = plan(parsed("--name", "n", "--", *words), {}, None)
+    assert (asked.command, asked.create.name) == (words, "n")
+
+
+@pytest.mark.parametrize(
+    ("args", "wire"),
+    [
+        pytest.param((), {}, id="nothing"),
+        pytest.param(
+            ("--image=i", "--cpus=0.5", "--memory=512", "--disk=99", "--idle=60", "--name=n"),
+            {"image": "i", "cpus": 0.5, "memory_mb": 512, "disk_mb": 99, "idle_timeout_secs": 60, "name": "n"},
+            id="sizes",
+        ),
+        pytest.param(("--network=none",), {"network": {"mode": "none"}}, id="no network"),
+        pytest.param(("--network=default",), {"network": {"mode": "open"}}, id="open's other name"),
+        pytest.param(
+            ("--allow=a", "--allow=b"), {"network": {"mode": "allowlist", "allow": ["a", "b"]}}, id="allow alone"
+        ),
+        pytest.param(("--deny=a",), {"network": {"deny": ["a"]}}, id="deny alone"),
+        pytest.param(("--label=a=b=c", "--label=d="), {"labels": {"a": "b=c", "d": ""}}, id="labels"),
+    ],
+)
+def test_flags_on_the_wire(args: tuple[str, ...], wire: dict[str, Any]) -> None:
+    body = plan(parsed(*args, "--", "x"), {}, None).create.body()
+    env = body.pop("env")
+    assert {key: list(v) if isinstance(v, tuple) else v for key, v in body.get("network", {}).items()} == wire.pop(
+        "network", {}
+    )
+    body.pop("network", None)
+    assert body == wire
+    assert env["GIT_AUTHOR_NAME"] == "sandbox"
+
+
+@pytest.mark.parametrize(
+    ("given", "env"),
+    [
+        pytest.param(["A=1"], {"A": "1"}, id="a value"),
+        pytest.param(["A="], {"A": ""}, id="an empty value"),
+        pytest.param(["A=b=c\n"], {"A": "b=c\n"}, id="a value with = and a line end"),
+        pytest.param(["HERE"], {"HERE": "h"}, id="forwarded"),
+        pytest.param(["MISSING"], {}, id="not set: skipped"),
+        pytest.param(["A=1", "A=2"], {"A": "2"}, id="the last one wins"),
+    ],
+)
+def test_environment(given: list[str], env: dict[str, str]) -> None:
+    assert environment(given, {"HERE": "h"}) == env
+
+
+def test_the_person_s_word_beats_ours() -> None:
+    args = parsed("-e", "TZ=X", "-e", "GIT_AUTHOR_NAME=me", "--", "x")
+    env = plan(args, {}, "Europe/Berlin").create.env
+    assert env is not None
+    assert (env["TZ"], env["GIT_AUTHOR_NAME"], env["GIT_COMMITTER_NAME"]) == ("X", "me", "sandbox")
+    assert (plan(parsed("--", "x"), {}, "Europe/Berlin").create.env or {})["TZ"] == "Europe/Berlin"
+
+
+@pytest.mark.parametrize(
+    ("uid", "environ", "sockets"),
+    [
+        pytest.param(0, {"XDG_RUNTIME_DIR": "/run/user/5"}, [context.ROOT_SOCKET], id="root has root's only"),
+        pytest.param(
+            5, {"XDG_RUNTIME_DIR": "/run/user/5"}, ["/run/user/5/sandboxd.sock", context.ROOT_SOCKET], id="a session"
+        ),
+        pytest.param(
+            5, {}, [os.path.expanduser("~/.config/sandbox/sandboxd.sock"), context.ROOT_SOCKET], id="no session"
+        ),
+        pytest.param(
+            5,
+            {"XDG_RUNTIME_DIR": "relative"},
+            [os.path.expanduser("~/.config/sandbox/sandboxd.sock"), context.ROOT_SOCKET],
+            id="a relative directory is none",
+        ),
+    ],
+)
+def test_where_a_daemon_is_looked_for(uid: int, environ: dict[str, str], sockets: list[str]) -> None:
+    assert context.local_sockets(uid, environ) == sockets
+
+
+def test_no_daemon_says_what_was_tried_and_how_to_start_one(tmp_path: Path) -> None:
+    if Path(context.ROOT_SOCKET).exists():
+        pytest.skip("a sandboxd of root's is running here")
+    done = Person(tmp_path, tmp_path).run("list", SANDBOX_CONTEXT="")
+    said = done.stderr.decode()
+    assert done.returncode == 1
+    assert context.ROOT_SOCKET in said
+    assert "`sandboxd &`" in said
+
+
+class Listing(Client):
+    """A client whose sandbox has the given processes."""
+
+    def __init__(self, *processes: Process) -> None:
+        super().__init__("/nowhere")
+        self._processes = list(processes)
+
+    def processes(self, ref: str) -> list[Process]:
+        return self._processes
+
+
+def one(pid: int, tty: bool, running: bool) -> Process:
+    return Process(pid, tty, ("x",), "running" if running else "exited", None if running else 0, "")
+
+
+@pytest.mark.parametrize(
+    ("processes", "pid"),
+    [
+        pytest.param([one(1, False, True), one(2, True, True), one(3, True, True)], 2, id="the first on a terminal"),
+        pytest.param([one(1, True, False), one(2, False, True)], 2, id="else the first that runs"),
+        pytest.param([one(1, True, False), one(2, True, False)], 1, id="else the first"),
+    ],
+)
+def test_which_process_is_meant(processes: list[Process], pid: int) -> None:
+    assert process.find(Listing(*processes), "box", None).pid == pid
+
+
+def test_no_process_to_mean() -> None:
+    with pytest.raises(NotFound, match="nothing has run in box"):
+        process.find(Listing(), "box", None)
+    with pytest.raises(SandboxError, match="not a number"):
+        process.find(Listing(), "box", "²")
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines"),
+    [
+        pytest.param([], ["A  B"], id="none"),
+        pytest.param([("x", ""), ("longer", "y")], ["A       B", "x       -", "longer  y"], id="widths"),
+        pytest.param([("東京", "y"), ("abcde", "z")], ["A      B", "東京   y", "abcde  z"], id="wide characters"),
+        pytest.param([("e\u0301", "y")], ["A  B", "e\u0301  y"], id="combining marks"),
+        pytest.param([("a\x1b[2J\u202e\nb", "y")], ["A        B", "a [2J b  y"], id="control characters"),
+        pytest.param([("x" * 100, "y")], ["A" + " " * 65 + "B", "x" * 63 + "…" + "  y"], id="cut with a mark"),
+    ],
+)
+def test_tables(rows: list[tuple[str, str]], lines: list[str]) -> None:
+    assert show.table(("A", "B"), rows).splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("network", "shown"),
+    [
+        (Network("none", None), "none"),
+        (Network("open", None, ("x",)), "open"),
+        (Network("allowlist", ("a", "b")), "allowlist (2)"),
+        (Network("", None), ""),
+    ],
+    ids=str,
+)
+def test_networks(network: Network, shown: str) -> None:
+    assert show.network(network) == shown
+
+
+def test_misuse_never_repeats_a_value() -> None:
+    usage = str(import_module("cli.run").__doc__)
+    said = misuse("run", usage, ["--env", "TOKEN=secret", "--token=secret", "--", "x"], "", ())
+    assert said == "run: unknown option --token; see sandbox-cli run --help"
+
+
+HEAVY = ("msgspec", "http.client", "anyio", "asyncio", "native", "cffi", "_cffi_backend", "dataclasses", "inspect",
+         "urllib", "ssl", "subprocess", "cli.run", "cli.githard", "termios")  # fmt: skip
+
+
+def test_list_loads_only_what_it_needs(person: Person) -> None:
+    code = (
+        "import sys; from cli.__main__ import main; code = main(['list']); "
+        "print(*(m for m in sys.argv[1:] if m in sys.modules)); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *HEAVY], env=person.environment(), capture_output=True, text=True, check=False
+    )
+    assert "no sandboxd" in done.stderr
+    assert done.stdout.strip() == ""
+
+
+def test_list_starts_within_six_bare_interpreters(person: Person) -> None:
+    def best(*args: str) -> float:
+        times = []
+        for _ in range(7):
+            began = time.perf_counter()
+            subprocess.run([sys.executable, *args], env=person.environment(), capture_output=True, check=False)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    ours = "import sys; from cli.__main__ import main; sys.exit(main(['list']))"
+    assert best("-c", ours) < 6 * best("-c", "pass")
