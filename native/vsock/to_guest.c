@@ -91,10 +91,15 @@ static void give_control(struct device *device, struct connection *connection, c
 static void wait_for_credit(struct device *device, struct connection *connection)
 {
 	connection_leave_data(device, connection);
-	/* The end of the stream needs no credit. */
-	if (connection->half_closed && connection_at_end(connection)) {
+	switch (connection_look(connection)) {
+	case LOOK_NOTHING:
+		connection->readable = false;
+		return;
+	case LOOK_END: /* needs no credit */
 		connection_finish_reading(device, connection);
 		return;
+	case LOOK_BYTES:
+		break;
 	}
 	if (connection->credit_asked && connection->sent_bytes - connection->credit_asked_at < TURN_BYTES)
 		return;

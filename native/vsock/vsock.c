@@ -123,12 +123,14 @@ void connection_dial(struct device *device, struct connection *connection, uint3
 	connection_want_control(device, connection, PENDING_REQUEST);
 }
 
-bool connection_at_end(const struct connection *connection)
+enum look connection_look(const struct connection *connection)
 {
 	uint8_t byte;
 	ssize_t got = recv(connection->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
 
-	return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
+	if (got > 0)
+		return LOOK_BYTES;
+	return got < 0 && (errno == EAGAIN || errno == EINTR) ? LOOK_NOTHING : LOOK_END;
 }
 
 void connection_client_gone(struct device *device, struct connection *connection)
@@ -143,7 +145,7 @@ void connection_client_gone(struct device *device, struct connection *connection
 		connection->client_gone = true;
 		connection->forwarded_bytes += connection->backlog.size_bytes;
 		backlog_clear(&connection->backlog);
-		connection->ended = connection->ended || connection_at_end(connection);
+		connection->ended = connection->ended || connection_look(connection) == LOOK_END;
 		if (connection->ended) {
 			connection_leave_data(device, connection);
 			connection_want_shutdown(device, connection, SHUTDOWN_BOTH);

@@ -95,8 +95,9 @@ void connection_dial(struct device *device, struct connection *connection, uint3
 void connection_readable(struct device *device, struct connection *connection);
 void connection_writable(struct device *device, struct connection *connection);
 void connection_client_gone(struct device *device, struct connection *connection);
-/* Whether the client will send no more and all it sent is read. */
-bool connection_at_end(const struct connection *connection);
+/* What reading from the client would find, without reading. */
+enum look { LOOK_NOTHING, LOOK_BYTES, LOOK_END };
+enum look connection_look(const struct connection *connection);
 /* The client will send no more, or may not. */
 void connection_finish_reading(struct device *device, struct connection *connection);
 /* All the guest sent is with the client, and no more will come. */

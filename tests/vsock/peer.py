@@ -1,8 +1,8 @@
 """Both other ends of sandbox-vsock, without a VM: the VMM's vhost-user connection and the guest's driver.
 
-`Device` starts the program. `Frontend` speaks vhost-user messages. `Guest` owns a memfd laid out as guest memory, drives the
-rings in it from Python, and keeps a shadow copy: `check_memory` proves that the device wrote nowhere but into the used rings
-and the buffers offered to it. `Stack` is a small vsock implementation on top, in a thread of its own.
+`Device` starts the program. `Frontend` speaks vhost-user messages. `Guest` owns a memfd laid out as guest memory,
+drives the rings in it from Python, and keeps a shadow copy: `check_memory` proves that the device wrote nowhere
+but into the used rings and the buffers offered to it. `Stack` is a small vsock implementation on top, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ GUEST_BASE = 0x4000_0000
 VMM_BASE = 0x7F12_3450_0000
 RING_AT = {RX: 0x1000, TX: 0x8000}  # desc, +0x2000 avail, +0x4000 used
 RX_BUFFERS, RX_BUFFER_BYTES = 0x20000, 0x2000  # a buffer every 8 KiB: 44 + 4096 bytes and a canary
-TX_BUFFERS, TX_BUFFER_BYTES, TX_BUFFER_COUNT = 0x200000, 0x12000, 32
-MEMORY_BYTES = 0x480000
+TX_BUFFERS, TX_BUFFER_BYTES, TX_BUFFER_COUNT = 0x100000, 0x12000, 16
+MEMORY_BYTES = 0x240000
 RX_PAYLOAD = 4096
 DEADLINE_S = 10.0
 
@@ -85,7 +85,10 @@ class Device:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             # The program makes itself undumpable, which the leak checker cannot cope with.
-            env={"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99", "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=99"},
+            env={
+                "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99",
+                "UBSAN_OPTIONS": "print_stacktrace=1:exitcode=99",
+            },
             cwd="/",
         )
         theirs.close()
@@ -171,7 +174,9 @@ class Frontend:
     def __init__(self, vmm: socket.socket) -> None:
         self.vmm = vmm
 
-    def send(self, request: int, payload: bytes = b"", fds: tuple[int, ...] = (), flags: int = 1, size: int | None = None) -> None:
+    def send(
+        self, request: int, payload: bytes = b"", fds: tuple[int, ...] = (), flags: int = 1, size: int | None = None
+    ) -> None:
         message = struct.pack("<III", request, flags, len(payload) if size is None else size) + payload
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         self.vmm.sendmsg([message], ancillary)
@@ -380,7 +385,9 @@ class Guest:
         head, size = used
         slot = head // 2
         at = RX_BUFFERS + slot * RX_BUFFER_BYTES
-        src_cid, dst_cid, src_port, dst_port, length, kind, op, flags, buf_alloc, fwd_cnt = HEADER.unpack_from(self.memory, at)
+        src_cid, dst_cid, src_port, dst_port, length, kind, op, flags, buf_alloc, fwd_cnt = HEADER.unpack_from(
+            self.memory, at
+        )
         assert size == 44 + length
         assert (dst_cid, length) == (GUEST_CID, length if op == RW else 0)
         self.rx_free.append(slot)
@@ -520,7 +527,7 @@ class Connection:
 
 
 class Stack(threading.Thread):
-    """Answers every REQUEST for a port in `serve`; the behaviour is called with the connection whenever something came."""
+    """Answers every REQUEST for a port in `serve`, and calls that behaviour whenever something came."""
 
     def __init__(self, guest: Guest, serve: dict[int, Callable[[Connection], None]]) -> None:
         super().__init__(daemon=True)
