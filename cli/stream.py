@@ -119,6 +119,7 @@ class _Joined:
         self._asked_to_end = 0
         self._kill_at: float | None = None
         self._size = (0, 0)
+        self._input_is_terminal = os.isatty(0)
         self._limits = {fd: _write_limit(fd) for fd in (1, 2)}
 
     def run(self) -> int:
@@ -150,17 +151,21 @@ class _Joined:
         if self._exit is None and not self._lost:
             events = select.POLLIN if self._shown_bytes < SHOW_LIMIT_BYTES else 0
             wanted[self._sock.fileno()] = events | (select.POLLOUT if self._upload else 0)
-            if self._input_open and len(self._upload) < UPLOAD_LIMIT_BYTES and terminal.in_foreground(0):
+            if self._input_open and len(self._upload) < UPLOAD_LIMIT_BYTES and self._may_read():
                 wanted[0] = select.POLLIN
         if self._shown:
             wanted[self._shown[0][0]] = select.POLLOUT
         return wanted
 
+    def _may_read(self) -> bool:
+        """A job in the background that reads its terminal is stopped."""
+        return not self._input_is_terminal or terminal.in_foreground(0)
+
     def _patience_ms(self) -> int | None:
         waits = []
         if self._kill_at is not None:
             waits.append(max(0.0, self._kill_at - time.monotonic()))
-        if self._input_open and not terminal.in_foreground(0):
+        if self._input_open and not self._may_read():
             waits.append(BACKGROUND_LOOK_S)
         return int(min(waits) * 1000) + 1 if waits else None
 
