@@ -12,7 +12,7 @@ HEAD or setting is touched, nothing is checked out, no submodule is entered. In 
    in any spelling.
 4. Commits it builds on are among those that were sent; everything from the new commit back to them is
    there.
-5. The pack is linked into the repository, index last, and the ref is set in one step.
+5. The pack is moved into the repository, index last, and the ref is set in one step.
 
 Killed between any two steps, the repository is whole and the ref old or new; what is left of the
 quarantine is swept by the next call. A lock keeps two calls apart, and outlives a killed one until its
@@ -245,15 +245,13 @@ class _Receiver:
             ) from None
 
     def _sweep(self) -> None:
-        """Removes what a killed call left: its quarantine, and a pack it linked without the index."""
+        """Removes what a killed call left: its quarantine, and a pack it moved but for the index."""
         for left in self._objects.glob(f"{QUARANTINE}*"):
-            for file in left.glob("objects/pack/pack-*.pack"):
-                twin = self._objects / "pack" / file.name
-                if not twin.with_suffix(".idx").exists():
+            for index in left.glob("objects/pack/pack-*.idx"):
+                moved = self._objects / "pack" / index.name
+                if not index.with_suffix(".pack").exists() and not moved.exists():
                     for suffix in (".pack", ".rev"):
-                        mine, theirs = file.with_suffix(suffix), twin.with_suffix(suffix)
-                        if mine.exists() and theirs.exists() and mine.samefile(theirs):
-                            theirs.unlink()
+                        moved.with_suffix(suffix).unlink(missing_ok=True)
             shutil.rmtree(left, ignore_errors=True)
 
     @contextmanager
@@ -319,16 +317,14 @@ class _Receiver:
         self._git(place, "rev-list", "--objects", "--quiet", header.commit, f"^{base}")
 
     def _move_in(self, directory: Path) -> None:
-        """Links the pack, the index last: until then git does not see it."""
+        """Moves the pack, the index last: until then git does not see it."""
         goal = self._objects / "pack"
         goal.mkdir(exist_ok=True)
         files = sorted((directory / "objects/pack").glob("pack-*"), key=lambda file: file.suffix == ".idx")
         if (goal / files[-1].name).exists():
             return  # the same objects came back before
         for file in files:
-            with suppress(FileNotFoundError):
-                (goal / file.name).unlink()
-            os.link(file, goal / file.name)
+            os.rename(file, goal / file.name)
         descriptor = os.open(goal, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)

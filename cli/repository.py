@@ -112,7 +112,7 @@ def check_owner(found: Found, euid: int, owner_of: Callable[[Path], int]) -> Non
         if euid == 0:
             raise RepositoryError(
                 f"{shown(path)} belongs to {name}, and root does not work in other people's repositories: "
-                f"run it as {name} (sudo -u {name} -H sandbox-cli ...)"
+                f"run it as {name} (sudo -u {name.replace('uid ', '#')} -H sandbox-cli ...)"
             )
         if not _declared_safe(found.top):
             raise RepositoryError(
