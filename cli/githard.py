@@ -289,7 +289,7 @@ def program(name: str, package: str) -> str:
 def version() -> tuple[int, int]:
     """git's major and minor version."""
     with _input(None) as source:
-        environment = _environment(NOWHERE, (), "version", attribute_source=False)
+        environment = _environment(NOWHERE, (), "version")
         argv = [binary(), "version"]
         shown = _start(NOWHERE, "version", argv, environment, source, None, DEFAULT, (0,), ())
     match = re.match(rb"git version (\d+)\.(\d+)", shown.stdout)
@@ -300,9 +300,14 @@ def version() -> tuple[int, int]:
     return numbers
 
 
-def _environment(
-    place: Place, settings: Iterable[tuple[str, str]], command: str, attribute_source: bool = True
-) -> dict[str, str]:
+def attribute_source(object_format: str, command: str, known: tuple[int, int]) -> str | None:
+    """The tree attributes are read from: one without any, where git can be told. The drivers are blank anyway."""
+    if known < (2, 41) or command in READS_ATTRIBUTES:
+        return None
+    return EMPTY_TREE[object_format]
+
+
+def _environment(place: Place, settings: Iterable[tuple[str, str]], command: str) -> dict[str, str]:
     environment = {
         "PATH": ":".join(SEARCH),
         "HOME": os.environ.get("HOME", "/"),  # only `~` in the repository's own settings is looked up in it
@@ -338,9 +343,8 @@ def _environment(
         environment["GIT_WORK_TREE"] = str(place.work_tree)
     if place.alternates:
         environment["GIT_ALTERNATE_OBJECT_DIRECTORIES"] = ":".join(_quoted(path) for path in place.alternates)
-    tree = EMPTY_TREE.get(place.object_format)
-    if tree and attribute_source and command not in READS_ATTRIBUTES and version() >= (2, 41):
-        environment["GIT_ATTR_SOURCE"] = tree  # a second fence: the drivers are blank anyway
+    if place.object_format in EMPTY_TREE and (tree := attribute_source(place.object_format, command, version())):
+        environment["GIT_ATTR_SOURCE"] = tree
     count = 0
     for count, (key, value) in enumerate(settings, 1):
         environment[f"GIT_CONFIG_KEY_{count - 1}"] = key

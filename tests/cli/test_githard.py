@@ -237,6 +237,28 @@ def test_partial_clones_are_known_by_their_settings(names: list[bytes], partial:
     assert githard.is_promisor(names) is partial
 
 
+@pytest.mark.parametrize(
+    ("object_format", "command", "known", "length"),
+    [
+        ("sha1", "status", (2, 39), None),
+        ("sha1", "status", (2, 40), None),
+        ("sha1", "status", (2, 41), 40),
+        ("sha256", "diff", (3, 0), 64),
+        ("sha1", "check-attr", (2, 50), None),
+    ],
+)
+def test_attributes_are_read_from_an_empty_tree_where_git_can(
+    object_format: str, command: str, known: tuple[int, int], length: int | None, tmp_path: Path
+) -> None:
+    tree = githard.attribute_source(object_format, command, known)
+    if length is None:
+        assert tree is None
+        return
+    assert tree is not None and len(tree) == length
+    git(tmp_path, "init", "-q", f"--object-format={object_format}")
+    assert git(tmp_path, "mktree").decode().strip() == tree
+
+
 def test_a_command_outside_the_table_does_not_run(world: World) -> None:
     with pytest.raises(KeyError):
         githard.run(Place(world.repo / ".git"), "gc")
