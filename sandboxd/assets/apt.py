@@ -219,7 +219,7 @@ class Archive:
         return shown
 
     def _cache(self, *words: str) -> str:
-        argv = ["apt-cache", "-c", self._directory / "apt.conf", *words]
+        argv: list[str | Path] = ["apt-cache", "-c", self._directory / "apt.conf", *words]
         return command.run(argv, step="look up Debian packages").stdout.decode()
 
     def _get(
@@ -235,7 +235,7 @@ class Archive:
                 report(percent)
 
         # apt writes its progress to descriptor 2, and its errors beside it.
-        argv = ["apt-get", "-c", self._directory / "apt.conf", "-q", "-y", *words]
+        argv: list[str | Path] = ["apt-get", "-c", self._directory / "apt.conf", "-q", "-y", *words]
         try:
             return command.run(argv, step=step, cwd=cwd, on_line=on_line)
         except command.BuildFailed as failure:

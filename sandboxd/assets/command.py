@@ -12,29 +12,30 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxd.errors import SandboxError, SetupError
 
-TAIL_LINES = 12
+LINES_KEPT = 20
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-# `$$` is the session's leader and so the group; the read returns only when our end of the pipe is gone.
-_WATCHED = 'exec 3<&0; (read -r _ <&3; kill -KILL -- -$$) & w=$!; "$@" <"$STDIN" 3<&-; c=$?; kill $w; exit $c'
+# $0 is the watched pipe; `$$` is the session's leader and so the group. The read returns only when our end is gone.
+_WATCHED = '(read -r _ <"$0"; kill -KILL -$$) & w=$!; "$@"; c=$?; kill $w; exit $c'
 
 # Which Debian package brings a program that builds need.
 _PACKAGES = {
     "apt-get": "apt",
+    "chroot": "coreutils",
     "dpkg-deb": "dpkg",
     "lz4": "lz4",
     "mkfs.erofs": "erofs-utils",
     "mmdebstrap": "mmdebstrap",
     "newgidmap": "uidmap",
     "newuidmap": "uidmap",
-    "pip": "python3-pip",
+    "pip3": "python3-pip",
     "tar": "tar",
     "unshare": "util-linux",
     "zstd": "zstd",
@@ -71,36 +72,45 @@ def run(
     Raises `BuildFailed` with the step and the last lines of stderr, and `SetupError` when the program is missing.
     """
     words = [str(word) for word in argv]
-    require([words[0]])
-    with tempfile.TemporaryFile() as out, tempfile.NamedTemporaryFile() as given:
+    require(words[:1])
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, _watched_pipe() as watched:
         given.write(stdin)
-        given.flush()
+        given.seek(0)
         process = subprocess.Popen(
-            ["/bin/sh", "-c", _WATCHED, "sh", *words],
-            stdin=subprocess.PIPE, stdout=out, stderr=subprocess.PIPE,
-            cwd=cwd, env={**environment(), **(env or {}), "STDIN": given.name}, start_new_session=True,
+            ["/bin/sh", "-c", _WATCHED, f"/proc/self/fd/{watched}", *words],
+            stdin=given, stdout=out, stderr=subprocess.PIPE, pass_fds=[watched],
+            cwd=cwd, env={**environment(), **(env or {})}, start_new_session=True,
         )
-        assert process.stderr is not None and process.stdin is not None
+        assert process.stderr is not None
         lines: list[str] = []
         try:
-            for raw in process.stderr:
-                line = raw.decode(errors="replace").rstrip()
-                lines.append(line)
-                del lines[:-200]
-                if on_line is not None:
-                    on_line(line)
+            with process.stderr:
+                for raw in process.stderr:
+                    line = raw.decode(errors="replace").rstrip()
+                    lines.append(line)
+                    del lines[:-LINES_KEPT]
+                    if on_line is not None:
+                        on_line(line)
             code = process.wait()
         finally:
             if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            process.stdin.close()
-            process.stderr.close()
         if code != 0:
-            raise BuildFailed(step, code, "\n".join(line for line in lines if line)[-2000:])
+            raise BuildFailed(step, code, "\n".join(line for line in lines if line))
         out.seek(0)
         return Result(out.read(), "\n".join(lines))
+
+
+@contextmanager
+def _watched_pipe() -> Iterator[int]:
+    """The reading end of a pipe whose writing end only this process has."""
+    reading, writing = os.pipe()
+    try:
+        yield reading
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def environment() -> dict[str, str]:
@@ -113,7 +123,7 @@ def environment() -> dict[str, str]:
     }
     return {
         **passed,
-        "PATH": os.pathsep.join(_PATH),
+        "PATH": _PATH,
         "LC_ALL": "C.UTF-8",
         "TZ": "UTC",
         "DEBIAN_FRONTEND": "noninteractive",
@@ -123,7 +133,7 @@ def environment() -> dict[str, str]:
 def require(programs: Sequence[str]) -> None:
     """Raise `SetupError` with the one command that installs whatever is missing of `programs`."""
     missing = sorted(
-        {_PACKAGES.get(name, name) for name in programs if shutil.which(name, path=os.pathsep.join(_PATH)) is None}
+        {_PACKAGES.get(name, name) for name in programs if shutil.which(name, path=_PATH) is None}
     )
     if missing:
         raise SetupError(
@@ -132,4 +142,3 @@ def require(programs: Sequence[str]) -> None:
         )
 
 
-_PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")

@@ -10,6 +10,7 @@ pinned by digest. No agent, package list, cache, log, or name of a package archi
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import re
@@ -19,6 +20,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -49,22 +51,40 @@ ENVIRONMENT = {
 
 NO_SOURCES = "# No package source is set in this image.\n"
 
-# $1 the directory of packages as a URI, $2 the tar of additions, $3 the packages to install, the rest writes the
-# drive from ./root. The host's resolv.conf and hostname, which mmdebstrap copies, are emptied. All modification times
-# become one on the drive, so Python's compiled modules must not be compared with their sources by time.
+# Every file of the drive gets the same modification time, so Python's compiled modules must not be compared with
+# their sources by time. Packages compile theirs for comparison by content, as Python does where SOURCE_DATE_EPOCH is
+# set; this takes the comparison away, which an emulated processor feels at each start (pyc flags: PEP 552). The few
+# that Python wrote by itself while packages were set up are compiled again.
+TRUST_COMPILED = """
+import importlib.util, pathlib, py_compile
+for path in sorted(pathlib.Path("/usr/lib").rglob("*.pyc")):
+    with path.open("r+b") as file:
+        compared = file.read(8)[4:]
+        if compared == bytes([3, 0, 0, 0]):
+            file.seek(4)
+            file.write(bytes([1]))
+    if compared == bytes(4):
+        source = importlib.util.source_from_cache(str(path))
+        mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+        py_compile.compile(source, str(path), doraise=True, invalidation_mode=mode)
+"""
+
+# $1 the directory of packages as a URI, $2 the tar of additions, $3 the packages to install, $4 TRUST_COMPILED, the
+# rest writes the drive from ./root. The host's resolv.conf and hostname, which mmdebstrap copies, are emptied.
 BUILD = r"""
 umask 022
 export TMPDIR="$PWD"
 mmdebstrap --verbose --mode=root --format=directory --variant=apt --include="$3" --skip=check/empty \
-    --aptopt='APT::Sandbox::User "root"' \
+    --aptopt='APT::Sandbox::User "root"' --dpkgopt=force-unsafe-io \
     --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
     --dpkgopt='path-exclude=/usr/share/info/*' --dpkgopt='path-exclude=/usr/share/doc/*' \
     --dpkgopt='path-include=/usr/share/doc/*/copyright' \
     sandbox-base root "deb [trusted=yes] copy:$1 ./" >&2
 cd root
 tar -xf "$2" --numeric-owner
-rm -rf etc/apt/sources.list.d/* etc/apt/apt.conf.d/99mmdebstrap var/lib/apt/lists/* var/cache/apt/* var/log/* \
-    var/cache/debconf/*-old var/lib/dpkg/*-old var/cache/ldconfig etc/*- run/* tmp/* root/.[!.]*
+rm -rf etc/apt/sources.list.d/* etc/apt/apt.conf.d/99mmdebstrap etc/dpkg/dpkg.cfg.d/99mmdebstrap etc/*- \
+    var/lib/apt/lists/* var/cache/apt/* var/cache/debconf/*-old var/cache/ldconfig var/lib/dpkg/*-old var/log/* \
+    run/* tmp/* root/.[!.]*
 : > etc/resolv.conf
 : > etc/machine-id
 printf 'sandbox\n' > etc/hostname
@@ -74,10 +94,9 @@ printf 'sandbox:x:%s:\n' @ID@ >> etc/group
 printf 'sandbox:*:19000:0:99999:7:::\n' >> etc/shadow
 printf 'sandbox:!::\n' >> etc/gshadow
 cd ..
-PYTHONHASHSEED=0 chroot root /usr/bin/python3 -B -s -S -m compileall -q -f --invalidation-mode unchecked-hash \
-    /usr/lib/python3 /usr/lib/python3.* >&2
+chroot root /usr/bin/python3 -B -I -c "$4"
 chroot root /usr/local/bin/node --version >&2
-shift 3
+shift 4
 "$@"
 """.replace("@ID@", str(SANDBOX_ID))
 
@@ -89,10 +108,10 @@ def recipe(archive: Callable[[Bench], Archive]) -> Recipe:
 
     def build(bench: Bench, packages: Sequence[Package], out: Path) -> None:
         size_mib = sum(package.size_bytes for package in packages) / 2**20
+        what = f"{len(packages)} packages, {size_mib:.0f} MiB"
         repository = bench.scratch / "packages"
         archive(bench).download(
-            packages, repository,
-            lambda percent: bench.report(percent * 30 // 100, f"downloading {len(packages)} packages, {size_mib:.0f} MiB"),
+            packages, repository, lambda percent: bench.report(percent * 30 // 100, f"downloading {what}")
         )
         (repository / "Packages").write_text(archive(bench).control(packages))
         bench.report(30, f"downloading Node.js, {NODE_SIZE_MIB} MiB")
@@ -105,10 +124,10 @@ def recipe(archive: Callable[[Bench], Archive]) -> Recipe:
         def on_line(line: str) -> None:
             percent = meter.feed(line)
             if percent is not None:
-                bench.report(percent, f"installing {len(packages)} packages")
+                bench.report(percent, f"installing {what}")
 
-        arguments = [
-            f"{quote(str(repository))}", additions, ",".join(PACKAGES),
+        arguments: list[str | Path] = [
+            quote(str(repository)), additions, ",".join(PACKAGES), TRUST_COMPILED,
             *drive.mkfs(bench.scratch / "root", out / "image.erofs"),
         ]
         rootspace.shell(
@@ -119,7 +138,7 @@ def recipe(archive: Callable[[Bench], Archive]) -> Recipe:
     return Recipe(
         name="image", version=1, files=("image.erofs",), resolve=resolve, build=build,
         sources=(
-            BUILD, *PACKAGES, NODE_REQUIREMENT, json.dumps(ENVIRONMENT, sort_keys=True),
+            BUILD, TRUST_COMPILED, *PACKAGES, NODE_REQUIREMENT, json.dumps(ENVIRONMENT, sort_keys=True),
             *drive.mkfs(Path("tree"), Path("image")),
         ),
     )
@@ -167,12 +186,20 @@ def download_node(scratch: Path) -> Path:
     requirement.write_text(NODE_REQUIREMENT + "\n")
     command.run(
         [
-            sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+            *pip(), "download", "--quiet", "--disable-pip-version-check", "--no-deps",
             "--only-binary=:all:", f"--platform={NODE_PLATFORM}", "--require-hashes", "--dest", into, "-r", requirement,
         ],
         step="download Node.js",
     )
     return next(into.glob("*.whl"))
+
+
+def pip() -> list[str]:
+    """This interpreter's pip, or the system's where a virtual environment was made without one."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    command.require(["pip3"])
+    return ["pip3"]
 
 
 def node_members(wheel: zipfile.ZipFile) -> list[Member]:
@@ -188,7 +215,7 @@ def node_members(wheel: zipfile.ZipFile) -> list[Member]:
             continue
         executable = path == "bin/node" or bool(info.external_attr >> 16 & 0o100)
         mode = stat.S_IFREG | (0o755 if executable else 0o644)
-        members.append(Member(f"usr/local/{path}", mode, lambda info=info: wheel.read(info)))  # type: ignore[misc]
+        members.append(Member(f"usr/local/{path}", mode, partial(wheel.read, info)))
     for name in ("npm", "npx"):
         target = f"../lib/node_modules/npm/bin/{name}-cli.js"
         members.append(Member(f"usr/local/bin/{name}", stat.S_IFLNK | 0o777, target=target))

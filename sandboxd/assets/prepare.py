@@ -16,7 +16,7 @@ from sandboxd.assets.store import Asset, Bench, Recipe
 from sandboxd.errors import SetupError
 
 GUESTD = Path(__file__).resolve().parents[2] / "guestd"
-PROGRAMS = ("apt-get", "chroot", "dpkg-deb", "lz4", "mkfs.erofs", "mmdebstrap", "pip", "tar", "unshare")
+PROGRAMS = ("apt-get", "chroot", "dpkg-deb", "lz4", "mkfs.erofs", "mmdebstrap", "tar", "unshare")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ UNUSED = (
     "usr/share/gitweb", "usr/share/bash-completion", "usr/share/applications", "usr/share/pixmaps",
     "usr/share/binfmts", "usr/share/perl5", "usr/share/git-core/*", "usr/share/apport", "var", "etc/*",
     "usr/share/libc-bin", "usr/lib/binfmt.d",
-    "usr/lib/x86_64-linux-gnu/libmvec.so*", "usr/lib/x86_64-linux-gnu/gconv", "usr/lib/x86_64-linux-gnu/audit", "usr/lib/valgrind",
+    "usr/lib/x86_64-linux-gnu/libmvec.so*", "usr/lib/x86_64-linux-gnu/gconv", "usr/lib/x86_64-linux-gnu/audit",
+    "usr/lib/valgrind",
     "usr/lib/python3*/ensurepip", "usr/lib/python3*/idlelib", "usr/lib/python3*/lib2to3",
     "usr/lib/python3*/distutils", "usr/lib/python3*/pydoc_data", "usr/lib/python3*/test", "usr/lib/python3*/unittest",
     "usr/lib/python3*/turtledemo", "usr/lib/python3*/venv", "usr/lib/python3*/sqlite3", "usr/lib/python3*/curses",
@@ -44,6 +45,9 @@ UNUSED = (
     ),
 )
 PROGRAMS = ("git", "python3", "python3.*")
+
+# -B, since modules that the compiler itself imports would else be compiled for comparison by time, and then kept.
+COMPILE = "chroot tree /usr/bin/python3 -B -I -S -m compileall -q -f --invalidation-mode unchecked-hash"
 
 # $1 tree.tar to write, the rest the packages. /lib and /bin are links before the packages are unpacked, as on any
 # Debian system; tar keeps them.
@@ -71,11 +75,11 @@ mkdir -p dev proc sys run tmp root opt/sandbox/lib usr/share/git-core/templates
 printf '%s\n' root:x:0:0:root:/run:/ sandbox:x:1001:1001::/run:/ > etc/passwd
 printf '%s\n' root:x:0: tty:x:5: sandbox:x:1001: > etc/group
 cd ..
-PYTHONHASHSEED=0 chroot tree /usr/bin/python3 -B -s -S -m compileall -q -f --invalidation-mode unchecked-hash /usr/lib
+@COMPILE@ /usr/lib
 tar --sort=name --mtime=@@EPOCH@ --numeric-owner --format=gnu -cf "$out" -C tree .
 """.replace("@UNUSED@", " ".join(UNUSED)).replace("@PROGRAMS@", "|".join(PROGRAMS)).replace(
     "@EPOCH@", str(drive.EPOCH_S)
-)
+).replace("@COMPILE@", COMPILE)
 
 # /opt/sandbox/guestd: a file and not a package directory, which would cost the import of runpy.
 LAUNCHER = """\
@@ -96,10 +100,10 @@ cp "$4" tree/opt/sandbox/guestd
 chown -R 0:0 tree/opt/sandbox
 find tree/opt/sandbox -type d -exec chmod 755 {} + -o -type f -exec chmod 644 {} +
 chmod 755 tree/opt/sandbox/guest-exec
-PYTHONHASHSEED=0 chroot tree /usr/bin/python3 -B -s -S -m compileall -q -f --invalidation-mode unchecked-hash /opt/sandbox
+@COMPILE@ /opt/sandbox
 shift 4
 "$@"
-"""
+""".replace("@COMPILE@", COMPILE)
 
 
 def interpreter(archive: Callable[[Bench], Archive]) -> Recipe:
@@ -133,7 +137,9 @@ def recipe(guestd: Path, guest_exec: Path) -> Recipe:
         launcher = bench.scratch / "launcher.py"
         launcher.write_text(LAUNCHER)
         tree = bench.made["interpreter"].file("tree.tar")
-        arguments = [tree, package, guest_exec, launcher, *drive.mkfs(bench.scratch / "tree", image)]
+        arguments: list[str | Path] = [
+            tree, package, guest_exec, launcher, *drive.mkfs(bench.scratch / "tree", image)
+        ]
         bench.report(10, "writing the runtime drive")
         rootspace.shell(ASSEMBLE, arguments, step="write the runtime drive", cwd=bench.scratch)
 
