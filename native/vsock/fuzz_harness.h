@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -22,13 +23,15 @@
 #define GUEST_BASE   UINT64_C(0x40000000)
 #define VMM_BASE     UINT64_C(0x7f0000000000)
 #define RING_SIZE    16u
-#define SLOTS_USED   16u /* the last slot given back is the first taken, and scripts have few clients */
+#define SLOTS_USED   64u /* the slot given back last is taken first, and scripts have few clients */
 #define RING_AT(queue) (4096u + 8192u * (queue)) /* descriptors; + 2048 available, + 4096 used */
 
 #define REQUIRE(condition) \
 	do { \
-		if (!(condition)) \
+		if (!(condition)) { \
+			fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
 			abort(); \
+		} \
 	} while (0)
 
 struct input {

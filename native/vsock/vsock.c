@@ -74,6 +74,7 @@ void connection_drop(struct device *device, struct connection *connection)
 	connection_leave_data(device, connection);
 	if (connection->in_deadline)
 		TAILQ_REMOVE(&device->closing, connection, deadline);
+	connection->in_deadline = false;
 	table_release(&device->table, connection);
 }
 
