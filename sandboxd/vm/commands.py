@@ -84,9 +84,17 @@ def find_tools(vsock: Path, instance: str, accelerator: Accelerator = Accelerato
 
 
 def kernel_command_line(accelerator: Accelerator) -> str:
-    """Without mitigations where there is nothing to mitigate: TCG runs no guest code on the processor."""
-    line = "console=ttyS0 quiet panic=-1 reboot=t"
-    return f"{line} mitigations=off" if accelerator is Accelerator.TCG else line
+    """What the guest's kernel is told: nothing that tells one sandbox from another.
+
+    Under TCG, without mitigations (no guest code runs on the processor) and without two things that cost a quarter
+    of the time to guest-init: testing every cipher, and patching every lock away on one processor. The last two
+    words keep a kernel going that the host does not give its time: it would panic over a late timer tick, or give
+    up its clock.
+    """
+    line = "console=ttyS0 quiet panic=-1 reboot=t cryptomgr.notests"
+    if accelerator is Accelerator.TCG:
+        line += " mitigations=off noreplace-smp no_timer_check tsc=reliable"
+    return line
 
 
 def argv(spec: MachineSpec, accelerator: Accelerator, fds: Descriptors) -> list[str]:

@@ -14,6 +14,7 @@ import binascii
 import os
 import socket
 import stat
+import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -34,7 +35,8 @@ from sandboxd.vm.processes import Process, Record
 START_S = 20.0
 CONNECT_S = 5.0
 RETRY_S = 5.0
-SETTLE_S = 0.5
+EXITS_S = 0.5  # how long the second process of a machine may take to follow the first
+SETTLE_S = 0.2
 QMP_SOCKET = "qmp.sock"
 VSOCK_SOCKET = "vsock.sock"
 KVM_NODE = "kvm"
@@ -184,12 +186,16 @@ def sweep(sandboxes_dir: Path, known_ids: Collection[str], instance: str, uids: 
     """Ends every VMM and device process of `instance` whose id is not in `known_ids`; returns the ids found.
 
     `uids` are those a root daemon gives to its machines; processes of any other uid but the daemon's own are
-    left alone, whatever their command line says. Takes some milliseconds, and END_S at most.
+    left alone, whatever their command line says. Takes SETTLE_S and some milliseconds, 2 END_S at most.
 
-    Called with the lock of the state directory held, and that lock never inherited across exec: a child that a
-    killed daemon left between fork and exec bears no mark yet, but it holds the lock until it does.
+    Called with the lock of the state directory held: a child that a killed daemon left between fork and exec bears
+    no mark yet, but it holds that lock until it closes what it will not pass on. Exec is the next thing it does,
+    so a second look SETTLE_S later finds it marked.
     """
-    ended = processes.end_marked(instance, lambda id: id not in known_ids, {os.getuid(), *uids})
+    unknown = partial(_is_unknown, known_ids)
+    ended = processes.end_marked(instance, unknown, {os.getuid(), *uids})
+    time.sleep(SETTLE_S)
+    ended |= processes.end_marked(instance, unknown, {os.getuid(), *uids})
     with suppress(FileNotFoundError):
         for directory in sorted(sandboxes_dir.iterdir()):
             if directory.name not in known_ids and directory.is_dir() and not directory.is_symlink():
@@ -270,7 +276,7 @@ class _Starting:
         spec = self._spec
         if any(processes.wait_ended([pidfd], 0) for pidfd in self._pidfds):
             # One is gone: the others follow in milliseconds, and then the exit status is the VMM's own.
-            processes.wait_ended(self._pidfds, SETTLE_S)
+            processes.wait_ended(self._pidfds, EXITS_S)
         code = _exit_code(self._children)
         processes.end(self._pidfds)
         uids = {os.getuid()} if spec.uid is None else {os.getuid(), spec.uid}
@@ -313,6 +319,10 @@ def _kvm_node(spec: MachineSpec, accelerator: Accelerator) -> Path | None:
     os.mknod(node, stat.S_IFCHR | 0o600, os.stat(device).st_rdev)
     os.chown(node, spec.uid, spec.uid)
     return node
+
+
+def _is_unknown(known_ids: Collection[str], id: str) -> bool:
+    return id not in known_ids
 
 
 def _clean(directory: Path) -> None:
