@@ -134,14 +134,14 @@ def test_submodules_are_named_as_not_carried(daemon: Daemon, tmp_path: Path) -> 
     [
         (lambda top: git(top, "update-ref", "-d", "HEAD"), "commit"),
         (lambda top: git(top, "config", "remote.origin.promisor", "true"), "partial clone"),
-        (lambda top: [os.chown(path, 12345, 12345) for path in [*top.rglob("*"), top]], "owned"),
+        (lambda top: [os.chown(path, 12345, 12345) for path in [*top.rglob("*"), top]], "belongs to"),
     ],
     ids=["no commit yet", "a partial clone", "root in someone else's repository"],
 )
 def test_a_repository_that_cannot_be_taken_is_refused_before_a_vm_exists(
     daemon: Daemon, repository: Path, prepare, says: str  # type: ignore[no-untyped-def]
 ) -> None:
-    if says == "owned" and os.geteuid() != 0:
+    if says == "belongs to" and os.geteuid() != 0:
         pytest.skip("only root can be in a repository of another user's that it may write")
     prepare(repository)
     existing = {sandbox.id for sandbox in daemon.client.sandboxes()}
