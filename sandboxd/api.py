@@ -269,7 +269,7 @@ async def _tunnel(service: Service, request: Request) -> Switch:
             async def to_guest() -> None:
                 while data := await client.receive():
                     await connection.send(data)
-                await connection.send_eof()
+                connection.send_eof()
                 await client.hung_up()
                 tasks.cancel_scope.cancel()
 

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
-import anyio.abc
 
 from guestd import protocol
-from sandboxd import unixpath
 from sandboxd.errors import GuestProtocolError, SandboxError
+from sandboxd.unixstream import BrokenStreamError, UnixStream, connect
 
 GREETING_S = 10.0
 ANSWER_S = 60.0
@@ -57,7 +56,7 @@ class Source(Protocol):
 class Connection:
     """A greeted connection: raw bytes both ways. Not for two readers or two writers at once."""
 
-    def __init__(self, stream: anyio.abc.SocketStream, ahead: bytes) -> None:
+    def __init__(self, stream: UnixStream, ahead: bytes) -> None:
         self._stream, self._ahead = stream, ahead
 
     async def receive(self) -> bytes:
@@ -67,21 +66,19 @@ class Connection:
             return data
         try:
             return await self._stream.receive(READ_BYTES)
-        except anyio.EndOfStream:
-            return b""
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+        except BrokenStreamError:
             raise GuestGone("the connection to the guest broke") from None
 
     async def send(self, data: bytes) -> None:
         try:
             await self._stream.send(data)
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+        except BrokenStreamError:
             raise GuestGone("the connection to the guest broke") from None
 
-    async def send_eof(self) -> None:
+    def send_eof(self) -> None:
         try:
-            await self._stream.send_eof()
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
+            self._stream.send_eof()
+        except BrokenStreamError:
             raise GuestGone("the connection to the guest broke") from None
 
     async def line(self, timeout_s: float) -> bytes:
@@ -110,8 +107,8 @@ class Connection:
             raise GuestRefused(answer.code, answer.message)
         return answer
 
-    async def aclose(self) -> None:
-        await self._stream.aclose()
+    def close(self) -> None:
+        self._stream.close()
 
 
 class Download:
@@ -133,7 +130,7 @@ class Download:
         return data
 
     async def aclose(self) -> None:
-        await self._connection.aclose()
+        self._connection.close()
 
 
 class Session:
@@ -170,10 +167,10 @@ class Session:
                 except GuestGone:
                     return
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         self._queue.close()
         self._waiting.close()
-        await self._connection.aclose()
+        self._connection.close()
 
 
 class Guest:
@@ -266,7 +263,7 @@ class Guest:
         try:
             yield answer, connection
         finally:
-            await connection.aclose()
+            connection.close()
 
     async def _ask(self, op: str, **fields: Any) -> None:
         async with self.request(ANSWER_S, op, **fields):
@@ -275,7 +272,7 @@ class Guest:
     async def _download(self, timeout_s: float, most: int, op: str, **fields: Any) -> Download:
         answer, connection = await self._open(timeout_s, op, **fields)
         if answer.size > most:
-            await connection.aclose()
+            connection.close()
             raise GuestProtocolError("the guest announced more than may be sent")
         return Download(connection, answer.size)
 
@@ -307,14 +304,12 @@ class Guest:
             await connection.send(line + tail)
             return await connection.answer(timeout_s), connection
         except BaseException:
-            with anyio.CancelScope(shield=True):
-                await connection.aclose()
+            connection.close()
             raise
 
     async def _connect(self) -> Connection:
         try:
-            with unixpath.named(self._path) as name:
-                stream = await anyio.connect_unix(name)
+            stream = connect(self._path)
         except OSError:
             raise GuestGone("the machine's vsock does not answer") from None
         try:
@@ -322,20 +317,22 @@ class Guest:
                 await stream.send(b"CONNECT %d\n" % protocol.PORT)
                 return Connection(stream, await _greeting(stream))
         except BaseException as fault:
-            with anyio.CancelScope(shield=True):
-                await stream.aclose()
-            if isinstance(fault, (TimeoutError, anyio.EndOfStream, anyio.BrokenResourceError)):
+            stream.close()
+            if isinstance(fault, (TimeoutError, BrokenStreamError)):
                 raise GuestGone("the guest does not take connections") from None
             raise
 
 
-async def _greeting(stream: anyio.abc.SocketStream) -> bytes:
+async def _greeting(stream: UnixStream) -> bytes:
     """Reads `OK <port>\\n` and returns what came behind it."""
     seen = b""
     while b"\n" not in seen[:GREETING_BYTES]:
         if len(seen) >= GREETING_BYTES:
             raise GuestProtocolError("the greeting is not one")
-        seen += await stream.receive(READ_BYTES)
+        data = await stream.receive(READ_BYTES)
+        if not data:
+            raise BrokenStreamError
+        seen += data
     greeting, _, rest = seen.partition(b"\n")
     if not _GREETING.match(greeting):
         raise GuestProtocolError("the greeting is not one")

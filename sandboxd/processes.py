@@ -126,11 +126,11 @@ class Process:
         if self.running:
             raise Unavailable("the process cannot be reached at the moment")
 
-    async def kill_by_hanging_up(self) -> None:
+    def kill_by_hanging_up(self) -> None:
         """For a run only: what it started dies with its connection."""
         self._killed = True
         if self._session is not None:
-            await self._session.aclose()
+            self._session.close()
 
     async def read_frames(self, session: Session, budget: Budget, stdin: bytes = b"") -> int:
         """Feeds `stdin`, spools what comes until the exit code. `GuestGone` when the connection ends before
@@ -153,8 +153,7 @@ class Process:
         finally:
             self._session = None
             self._connected = anyio.Event()
-            with anyio.CancelScope(shield=True):
-                await session.aclose()
+            session.close()
         return code
 
     def end(self, code: int) -> None:
@@ -283,7 +282,7 @@ class Processes:
             offsets = process.spool.total("o"), process.spool.total("E")
             await _signal_aside(guest, process.record.session, offsets, name)
         elif name == "KILL":
-            await process.kill_by_hanging_up()
+            process.kill_by_hanging_up()
         else:
             raise Conflict("the process does not read its stdin; only KILL reaches it")
 
@@ -393,8 +392,7 @@ async def _signal_aside(guest: Guest, name: str, offsets: tuple[int, int], signa
                     if any(kind == protocol.EXIT for kind, _ in frames):
                         return
     finally:
-        with anyio.CancelScope(shield=True):
-            await session.aclose()
+        session.close()
 
 
 def _fields(command: Command) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from sandboxd.errors import (
 )  # fmt: skip
 from sandboxd.guest import Source
 from sandboxd.service import Service
+from sandboxd.unixstream import BrokenStreamError, UnixStream
 
 HEADER_S = 10.0
 IDLE_S = 60.0
@@ -94,8 +95,7 @@ class Server:
             tasks.start_soon(self._client, sock)
 
     async def _client(self, sock: socket.socket) -> None:
-        stream = await anyio.abc.UNIXSocketStream.from_socket(sock)
-        client = Client(self, stream, sock)
+        client = Client(self, UnixStream(sock))
         self._clients.add(client)
         try:
             with client.scope:
@@ -105,8 +105,7 @@ class Server:
         finally:
             self._clients.discard(client)
             self._quiet.set()
-            with anyio.CancelScope(shield=True):
-                await stream.aclose()
+            client.close()
 
     async def _serve(self, client: Client, sock: socket.socket) -> None:
         try:
@@ -132,10 +131,10 @@ def may_connect(sock: socket.socket) -> bool:
 class Client:
     """One connection and its requests."""
 
-    def __init__(self, server: Server, stream: anyio.abc.SocketStream, sock: socket.socket) -> None:
+    def __init__(self, server: Server, stream: UnixStream) -> None:
         self.scope = anyio.CancelScope()
         self.busy = False
-        self._server, self._stream, self._socket = server, stream, sock
+        self._server, self._stream = server, stream
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEADER_BYTES)
         self._ahead = b""
 
@@ -266,11 +265,11 @@ class Client:
         """Closing with unread bytes would take the answer from a client that is still sending."""
         with anyio.move_on_after(LINGER_S):
             try:
-                await self.send_eof()
+                self._stream.send_eof()
                 left = LINGER_BYTES
                 while left > 0 and (data := await self.read()):
                     left -= len(data)
-            except ClientGone:
+            except (ClientGone, BrokenStreamError):
                 return
 
     async def event(self) -> h11.Event | type[h11.PAUSED]:
@@ -302,31 +301,26 @@ class Client:
         if data:
             try:
                 await self._stream.send(data)
-            except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            except BrokenStreamError:
                 raise ClientGone from None
 
     send = write
 
-    async def send_eof(self) -> None:
-        try:
-            await self._stream.send_eof()
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
-            raise ClientGone from None
+    def close(self) -> None:
+        self._stream.close()
 
     async def hung_up(self) -> None:
         """A client that only ended its own direction is still there: poll(2) tells the two apart by POLLHUP,
         which no event loop waits for once the end of the stream has been read."""
         poller = select.poll()
-        poller.register(self._socket, 0)
+        poller.register(self._stream.sock, 0)
         while not poller.poll(0):  # noqa: ASYNC110
             await anyio.sleep(HANGUP_CHECK_S)
 
     async def _receive(self) -> bytes:
         try:
             return await self._stream.receive(AHEAD_BYTES)
-        except anyio.EndOfStream:
-            return b""
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+        except BrokenStreamError:
             raise ClientGone from None
 
 

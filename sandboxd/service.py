@@ -52,6 +52,8 @@ from sandboxd.wire import CreateRequest, PatchRequest, ProcessRequest
 BOOT_S = 60.0
 """Until guestd answers. Under emulation on a busy machine a boot takes several seconds."""
 TICK_S = 1.0
+EXIT_NOTICE_S = 0.3
+"""How long a lost connection waits for the news that the whole machine is gone."""
 MAX_TERMINATED = 100
 MESSAGE_CHARS = 500
 SIGNALS = ("INT", "TERM", "KILL", "HUP")
@@ -339,7 +341,7 @@ class Service:
             try:
                 yield connection
             finally:
-                await connection.aclose()
+                connection.close()
 
     def spare(self, ref: str) -> Path:
         """A directory on the state's file system for a body whose size is not known beforehand."""
@@ -513,7 +515,7 @@ class Service:
             raise Internal("the sandbox broke the protocol") from None
         except GuestGone as fault:
             if live.machine is not None:
-                with anyio.move_on_after(TICK_S):
+                with anyio.move_on_after(EXIT_NOTICE_S):
                     await live.machine.wait_exit()
             if live.machine is None or live.record.state is not State.RUNNING:
                 raise Conflict("the sandbox has ended") from None

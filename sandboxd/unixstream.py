@@ -1,0 +1,80 @@
+"""Bytes over a connected unix socket, for tasks that may be cancelled at any moment.
+
+A read that is cancelled has taken nothing; a write that is cancelled may have sent a part, so whoever can be cancelled
+lets somebody else write. An end of stream is `b""`; every other end is a `BrokenStreamError`.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+
+from sandboxd import unixpath
+
+
+class BrokenStreamError(Exception):
+    """The other side is gone, or this one was closed."""
+
+
+class UnixStream:
+    """Owns `sock`. One reader and one writer at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+
+    async def receive(self, limit_bytes: int) -> bytes:
+        """What is there, at most `limit_bytes`; waits for the first byte."""
+        await anyio.lowlevel.checkpoint()
+        while True:
+            try:
+                return self.sock.recv(limit_bytes)
+            except BlockingIOError:
+                await self._wait(anyio.wait_readable)
+            except OSError:
+                raise BrokenStreamError from None
+
+    async def send(self, data: bytes) -> None:
+        await anyio.lowlevel.checkpoint()
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self.sock.send(view) :]
+            except BlockingIOError:
+                await self._wait(anyio.wait_writable)
+            except OSError:
+                raise BrokenStreamError from None
+
+    def send_eof(self) -> None:
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            raise BrokenStreamError from None
+
+    def close(self) -> None:
+        """Idempotent; whoever waits on it is told."""
+        if self.sock.fileno() >= 0:
+            anyio.notify_closing(self.sock)
+            self.sock.close()
+
+    async def _wait(self, until: Callable[[socket.socket], Awaitable[None]]) -> None:
+        try:
+            await until(self.sock)
+        except (anyio.ClosedResourceError, ValueError):
+            raise BrokenStreamError from None
+
+
+def connect(path: Path) -> UnixStream:
+    """To a listening socket, by a path of any length. Raises OSError where nobody listens or the queue is full."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        with unixpath.named(path) as name:
+            sock.connect(name)
+    except BaseException:
+        sock.close()
+        raise
+    return UnixStream(sock)
