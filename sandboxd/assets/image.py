@@ -49,6 +49,8 @@ ENVIRONMENT = {
     "PATH": "/sandbox/home/.local/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
 }
 
+WRITING = "writing the drive"
+
 NO_SOURCES = "# No package source is set in this image.\n"
 
 # Every file of the drive gets the same modification time, so Python's compiled modules must not be compared with
@@ -70,7 +72,8 @@ for path in sorted(pathlib.Path("/usr/lib").rglob("*.pyc")):
 """
 
 # $1 the directory of packages as a URI, $2 the tar of additions, $3 the packages to install, $4 TRUST_COMPILED, the
-# rest writes the drive from ./root. The host's resolv.conf and hostname, which mmdebstrap copies, are emptied.
+# rest writes the drive from ./root. The host's resolv.conf and hostname, which mmdebstrap copies, are emptied,
+# and so is /dev, where only root could have made nodes.
 BUILD = r"""
 umask 022
 export TMPDIR="$PWD"
@@ -84,7 +87,7 @@ cd root
 tar -xf "$2" --numeric-owner
 rm -rf etc/apt/sources.list.d/* etc/apt/apt.conf.d/99mmdebstrap etc/dpkg/dpkg.cfg.d/99mmdebstrap etc/*- \
     var/lib/apt/lists/* var/cache/apt/* var/cache/debconf/*-old var/cache/ldconfig var/lib/dpkg/*-old var/log/* \
-    run/* tmp/* root/.[!.]*
+    dev/* run/* tmp/* root/.[!.]*
 : > etc/resolv.conf
 : > etc/machine-id
 printf 'sandbox\n' > etc/hostname
@@ -97,8 +100,9 @@ cd ..
 chroot root /usr/bin/python3 -B -I -c "$4"
 chroot root /usr/local/bin/node --version >&2
 shift 4
+echo @WRITING@ >&2
 "$@"
-""".replace("@ID@", str(SANDBOX_ID))
+""".replace("@ID@", str(SANDBOX_ID)).replace("@WRITING@", WRITING)
 
 
 def recipe(archive: Callable[[Bench], Archive]) -> Recipe:
@@ -123,7 +127,9 @@ def recipe(archive: Callable[[Bench], Archive]) -> Recipe:
 
         def on_line(line: str) -> None:
             percent = meter.feed(line)
-            if percent is not None:
+            if line == WRITING:
+                bench.report(92, WRITING)
+            elif percent is not None:
                 bench.report(percent, f"installing {what}")
 
         arguments: list[str | Path] = [

@@ -34,7 +34,7 @@ SECURITY = Source("http://mirror.example/debian-security", "bookworm-security")
             "deb http://mirror.example/debian bookworm-updates main",
             [Source("http://mirror.example/debian", "bookworm-updates")], id="updates",
         ),
-        pytest.param("deb [trusted=yes] http://mirror.example/debian bookworm main", [MAIN], id="trust is not taken over"),
+        pytest.param("deb [trusted=yes] http://mirror.example/debian bookworm main", [MAIN], id="trust is not copied"),
         pytest.param("# deb http://mirror.example/debian bookworm main", [], id="a comment"),
         pytest.param("deb-src http://mirror.example/debian bookworm main", [], id="sources"),
         pytest.param("deb http://mirror.example/debian bookworm contrib # main", [], id="main only in a comment"),
@@ -56,13 +56,15 @@ def test_one_line_sources(line: str, found: list[Source]) -> None:
     assert one_line_sources(line, "bookworm") == found
 
 
-STANZA = """\
+ALL_SUITES = "bookworm bookworm-updates bookworm-backports"
+KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+STANZA = f"""\
 Types: deb
 # the mirror
 URIs: http://mirror.example/debian
-Suites: bookworm bookworm-updates bookworm-backports
+Suites: {ALL_SUITES}
 Components: main
-Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
+Signed-By: {KEYRING}
 """
 
 
@@ -73,7 +75,7 @@ Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
         pytest.param("\n\n" + STANZA + "\n \n\n" + STANZA, ["bookworm", "bookworm-updates"] * 2, id="two of them"),
         pytest.param(STANZA.replace("Types: deb", "types: deb deb-src"), ["bookworm", "bookworm-updates"], id="case"),
         pytest.param(
-            STANZA.replace("Suites: bookworm bookworm-updates bookworm-backports", "Suites:\n bookworm\n bookworm-updates"),
+            STANZA.replace(ALL_SUITES, "\n bookworm\n bookworm-updates"),
             ["bookworm", "bookworm-updates"], id="a field over several lines",
         ),
         pytest.param("Enabled: no\n" + STANZA, [], id="switched off"),
@@ -81,8 +83,7 @@ Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
         pytest.param(STANZA.replace("Components: main", "Components: contrib"), [], id="not main"),
         pytest.param(STANZA.replace("debian-archive-keyring", "vendor"), [], id="a vendor's key"),
         pytest.param(
-            STANZA.replace("/usr/share/keyrings/debian-archive-keyring.gpg", "\n -----BEGIN PGP PUBLIC KEY BLOCK-----\n .\n mQ"),
-            [], id="a key in the file",
+            STANZA.replace(KEYRING, "\n -----BEGIN PGP PUBLIC KEY BLOCK-----\n .\n mQ"), [], id="a key in the file",
         ),
         pytest.param(" continued\n: nothing\nTypes", [], id="rubbish"),
         pytest.param("", [], id="nothing"),

@@ -16,7 +16,8 @@ from sandboxd.assets.payload import NotAKernel, has_pvh_entry, payload, vmlinux
 
 def elf(note_kind: int = 18, note_name: bytes = b"Xen\0", machine: int = 62) -> bytes:
     note = struct.pack("<III", len(note_name), 8, note_kind) + note_name + bytes(8)
-    head = b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack("<HHIQQQIHHHHHH", 2, machine, 1, 0, 64, 0, 0, 64, 56, 2, 0, 0, 0)
+    fields = struct.pack("<HHIQQQIHHHHHH", 2, machine, 1, 0, 64, 0, 0, 64, 56, 2, 0, 0, 0)
+    head = b"\x7fELF\x02\x01\x01" + bytes(9) + fields
     load = struct.pack("<IIQQQQQQ", 1, 5, 0, 0, 0, 0, 0, 0)
     notes = struct.pack("<IIQQQQQQ", 4, 4, 64 + 112, 0, 0, len(note), len(note), 4)
     return head + load + notes + note
