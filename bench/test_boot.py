@@ -10,6 +10,7 @@ from typing import Any
 from bench.conftest import SHORT, alternate
 from sandboxd.assets.prepare import present
 from sandboxd.client import Create
+from sandboxd.vm.commands import Accelerator, kernel_command_line
 from tests.daemon import ROOT, Daemon, assets_dir
 
 MEMORY_MB = 512
@@ -21,7 +22,7 @@ def bare_boot(kernel: Path, initramfs: Path, runtime: Path) -> float:
         "qemu-system-x86_64", "-M", "pc-i440fx-7.2,accel=tcg", "-cpu", "Nehalem", "-m", str(MEMORY_MB),
         "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio",
         "-kernel", str(kernel), "-initrd", str(initramfs),
-        "-append", "console=ttyS0 quiet panic=-1 reboot=t mitigations=off",
+        "-append", kernel_command_line(Accelerator.TCG),
         "-drive", f"file={runtime},format=raw,if=virtio,readonly=on",
     ]  # fmt: skip
     start = time.perf_counter()
