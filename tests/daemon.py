@@ -50,6 +50,7 @@ class Daemon:
             *self._prefix, str(BIN / "sandboxd"), "--listen", f"unix://{self.socket}",
             "--state-dir", str(self.state), "--assets-dir", str(assets_dir()), *self._flags,
         ]  # fmt: skip
+        self.directory.mkdir(exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline = time.monotonic() + timeout_s
