@@ -2,7 +2,7 @@
 
 `Device` starts the program. `Frontend` speaks vhost-user messages. `Guest` owns a memfd laid out as guest memory,
 drives the rings in it from Python, and keeps a shadow copy: `check_memory` proves that the device wrote nowhere
-but into the used rings and the buffers offered to it. `Stack` is a small vsock implementation on top, in a thread of its own.
+but into the used rings and the buffers offered to it. `Stack` is a small vsock implementation on it, a thread.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 import fcntl
 import mmap
 import os
+import resource
 import select
 import socket
 import struct
@@ -71,7 +72,8 @@ class Memfd:
 class Device:
     """The program under test. Use as a context manager; leaving it closes the VMM's end and waits."""
 
-    def __init__(self, binary: Path) -> None:
+    def __init__(self, binary: Path, files: int | None = None) -> None:
+        """`files`: how many descriptors it may have."""
         self.vmm, theirs = socket.socketpair()
         self.directory = tempfile.mkdtemp(prefix="vsk-")
         self.path = f"{self.directory}/vsock.sock"
@@ -91,6 +93,8 @@ class Device:
             },
             cwd="/",
         )
+        if files is not None:
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (files, files))
         theirs.close()
         listener.close()
         self.vmm.settimeout(DEADLINE_S)

@@ -514,6 +514,25 @@ def test_a_thousand_open_at_once_and_no_more_than_the_table_holds(binary: Path) 
         assert send_and_receive(again, b"room again") == b"room again"
 
 
+def test_clients_wait_while_descriptors_are_short(binary: Path) -> None:
+    with Device(binary, files=24) as device, Guest(device) as guest:
+        guest.start()
+        with Stack(guest, {5000: echo}):
+            clients = [device.client() for _ in range(40)]
+            for client in clients:
+                client.sendall(b"CONNECT 5000\n")
+            while clients:
+                ready, _, _ = select.select(clients, [], [], 5)
+                assert ready, f"{len(clients)} not served"
+                for client in ready:
+                    read_ok(client)
+                    client.close()
+                clients = [client for client in clients if client not in ready]
+            used = device.cpu_s()
+            time.sleep(0.2)
+            assert device.cpu_s() - used < 0.1
+
+
 def test_without_buffers_nothing_is_read_and_nothing_is_lost(binary: Path) -> None:
     with booted(binary) as (device, guest):
         guest.offer_rx(1)
