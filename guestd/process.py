@@ -118,8 +118,8 @@ class Process:
         return code if code >= 0 else 128 - code
 
     def out_of_memory(self, exit_code: int) -> bool:
-        """Whether the kernel, not somebody, killed it."""
-        return exit_code == 137 and not self._killed and oom_kills(self._place) > self._oom_before
+        """Whether it failed, and the kernel meanwhile ended a process of the sandbox for want of memory."""
+        return exit_code != 0 and not self._killed and oom_kills(self._place) > self._oom_before
 
     def close_stdin(self) -> None:
         if self.stdin_fd >= 0 and self.master_fd < 0:

@@ -30,6 +30,7 @@ PORT = 5000
 GREETING_BYTES = 32
 GREETING_S = 2.0
 UID = 1001
+SMALL_BYTES = 8 << 20       # a disk that is soon full, at /run/small
 CGROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
 LAUNCHER = "import sys; sys.path.insert(0, {!r}); from guestd.__main__ import main; main()"
 
@@ -82,6 +83,7 @@ def container(root: Path, helper: Path, cgroup: Path | None) -> list[str]:
         "--tmpfs", "/dev/shm",
         "--perms", "0755", "--dir", "/sandbox",
         "--perms", "0755", "--dir", "/run",
+        "--perms", "1777", "--size", str(SMALL_BYTES), "--tmpfs", "/run/small",
         "--bind", str(root / "run"), "/run/guest",
         "--bind", str(root / "tmp"), "/tmp",
         "--bind", str(root / "workspace"), "/workspace",

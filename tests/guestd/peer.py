@@ -37,7 +37,7 @@ class Call:
 
     def __init__(self, path: Path, request: Request | bytes) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(60)
+        self.sock.settimeout(120)
         self.sock.connect(str(path))
         self.sock.sendall(b"CONNECT 5000\n")
         greeting = LineReader(32)
@@ -148,7 +148,8 @@ class Guest:
             answer = call.answer()
             if not answer.ok:
                 return answer
-            call.sock.sendall(content)
+            if content:
+                call.sock.sendall(content)
             return call.answer()
 
     def get(self, path: str) -> tuple[Answer, bytes]:

@@ -228,10 +228,12 @@ def test_a_hostile_configuration_neither_hangs_nor_bloats(fresh_guest: Guest, tm
 
 
 def test_a_git_that_hangs_ends_with_the_connection(fresh_guest: Guest) -> None:
-    fresh_guest.shell("mkfifo /workspace/.git")
+    fresh_guest.shell("cd /workspace && git init -q && rm .git/config && mkfifo .git/config")
     call = fresh_guest.call("bundle_out", base="main", branch="sandbox")
     running = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'bundle [c]reate'"
     assert eventually(lambda: fresh_guest.shell(running).stdout.strip() != b"0")
+    time.sleep(0.5)
+    assert fresh_guest.shell(running).stdout.strip() != b"0", "it does not hang"
     call.sock.close()
     assert eventually(lambda: fresh_guest.shell(running).stdout.strip() == b"0")
     assert fresh_guest.run("true").code == 0

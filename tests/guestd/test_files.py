@@ -152,6 +152,16 @@ def test_a_write_that_is_cut_off_leaves_nothing(guest: Guest) -> None:
     assert eventually(lambda: entries(guest, "/tmp/cut") == [])
 
 
+def test_a_disk_that_is_full(guest: Guest) -> None:
+    assert guest.put("/run/small/file", b"old").ok
+    assert guest.ask("write", path="/run/small/file", size=16 << 20).code == "disk_full"
+    assert guest.shell("head -c 20M /dev/zero > /run/small/fill").code != 0
+    assert guest.ask("write", path="/run/small/new", size=1 << 20).code == "disk_full"
+    assert guest.get("/run/small/file")[1] == b"old"
+    assert guest.run("true", cwd="/run/small").code == 0
+    assert sorted(name for name, _, _ in entries(guest, "/run/small")) == ["file", "fill"]
+
+
 def test_content_that_comes_with_the_request(guest: Guest) -> None:
     with Call(guest.path, b'{"op":"write","path":"/tmp/early","size":5}\nearly') as call:
         assert call.answer().ok
