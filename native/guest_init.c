@@ -211,12 +211,12 @@ static void supervise(void) {
 }
 
 int main(void) {
-    open_console();
-    say("guest-init: start\n");
     if (getpid() != 1) {
         say("guest-init: failed: this is PID 1 of a sandbox's kernel and nothing else\n");
         return 1;
     }
+    open_console();
+    say("guest-init: start\n");
     umask(022);
     mount_all(early_mounts, COUNT(early_mounts));
     load_modules();

@@ -269,6 +269,7 @@ APT::Architectures {{ "{ARCHITECTURE}"; }};
 #clear APT::Update::Pre-Invoke;
 #clear APT::Update::Post-Invoke;
 #clear APT::Update::Post-Invoke-Success;
+APT::Update::Error-Mode "any";
 APT::Install-Recommends "false";
 APT::Install-Suggests "false";
 APT::Get::AllowUnauthenticated "false";

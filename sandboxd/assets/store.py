@@ -261,6 +261,7 @@ def _flush(path: Path) -> None:
 @contextmanager
 def _scratch(assets_dir: Path) -> Iterator[Path]:
     scratch = Path(tempfile.mkdtemp(prefix=".build-", dir=assets_dir))
+    scratch.chmod(0o755)  # apt, run by root, reads the network as a user of its own
     try:
         yield scratch
     finally:
