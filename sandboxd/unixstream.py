@@ -1,7 +1,8 @@
 """Bytes over a connected unix socket, for tasks that may be cancelled at any moment.
 
 A read that is cancelled has taken nothing; a write that is cancelled may have sent a part, so whoever can be cancelled
-lets somebody else write. An end of stream is `b""`; every other end is a `BrokenStreamError`.
+lets somebody else write. An end of stream is `b""`; every other end is a `BrokenStreamError`. A socket that is always
+ready yields to other tasks now and then, not at every call: a short exchange is not made of turns of the event loop.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ import anyio.lowlevel
 
 from sandboxd import unixpath
 
+YIELD_BYTES = 64 << 10
+CALL_COST_BYTES = 2 << 10
+"""What a call counts for beside its bytes."""
+
 
 class BrokenStreamError(Exception):
     """The other side is gone, or this one was closed."""
@@ -26,20 +31,22 @@ class UnixStream:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.sock = sock
+        self._unyielded = 0
 
     async def receive(self, limit_bytes: int) -> bytes:
         """What is there, at most `limit_bytes`; waits for the first byte."""
-        await anyio.lowlevel.checkpoint()
         while True:
             try:
-                return self.sock.recv(limit_bytes)
+                data = self.sock.recv(limit_bytes)
             except BlockingIOError:
                 await self._wait(anyio.wait_readable)
             except OSError:
                 raise BrokenStreamError from None
+            else:
+                await self._yield(len(data))
+                return data
 
     async def send(self, data: bytes) -> None:
-        await anyio.lowlevel.checkpoint()
         view = memoryview(data)
         while view:
             try:
@@ -48,6 +55,7 @@ class UnixStream:
                 await self._wait(anyio.wait_writable)
             except OSError:
                 raise BrokenStreamError from None
+        await self._yield(len(data))
 
     def send_eof(self) -> None:
         try:
@@ -61,7 +69,14 @@ class UnixStream:
             anyio.notify_closing(self.sock)
             self.sock.close()
 
+    async def _yield(self, size_bytes: int) -> None:
+        self._unyielded += CALL_COST_BYTES + size_bytes
+        if self._unyielded >= YIELD_BYTES:
+            self._unyielded = 0
+            await anyio.lowlevel.cancel_shielded_checkpoint()
+
     async def _wait(self, until: Callable[[socket.socket], Awaitable[None]]) -> None:
+        self._unyielded = 0
         try:
             await until(self.sock)
         except (anyio.ClosedResourceError, ValueError):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.sandboxd.fake_daemon import ROOT
-from tests.sandboxd.rig import Rig
+from tests.sandboxd.rig import Rig, Slow
 
 
 def why_not() -> str:
@@ -42,6 +42,7 @@ def rig() -> Iterator[Rig]:
     if reason := why_not():
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="dmn-", dir="/tmp") as name, Rig(Path(name)) as running:
+        running.slow = Slow(running)
         yield running
 
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,7 @@ class Rig:
         self.knobs = directory / "knobs"
         self.knobs.mkdir(exist_ok=True)
         self.process: subprocess.Popen[bytes] | None = None
+        self.slow: Slow | None = None
 
     def __enter__(self) -> Rig:
         self.start()
@@ -194,6 +196,25 @@ class Ran:
     stderr: bytes
     truncated: bool
     timed_out: bool
+
+
+class Slow:
+    """A connection whose headers never end, opened early, so that no test waits the whole time for its end."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.said = b"?"
+        self.took_s = 0.0
+        self._rig = rig
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _wait(self) -> None:
+        started = time.monotonic()
+        self.said = self._rig.raw(b"GET /v1/health HTTP/1.1\r\nHost:", timeout=30)
+        self.took_s = time.monotonic() - started
 
 
 class Attached:
