@@ -90,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The console script. Exits 1 with one line where the daemon cannot start."""
     given = docopt(__doc__ or "", sys.argv[1:] if arguments is None else list(arguments), version=_version())
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="sandboxd: %(message)s")
+    faults: list[BaseException] = []
     try:
         settings = flags.read(given, os.environ, os.geteuid())
         if settings.prepare_only:
@@ -98,8 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             anyio.run(run, settings, parts)
     except* SandboxError as group:
-        for fault in _leaves(group):
-            print(f"sandboxd: {fault}", file=sys.stderr)
+        faults.extend(_leaves(group))
+    for fault in faults:
+        print(f"sandboxd: {fault}", file=sys.stderr)
+    if faults:
         sys.exit(1)
 
 

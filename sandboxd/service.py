@@ -196,6 +196,7 @@ class Service:
                 live.record = replace(record, state=move(record.state, State.RUNNING), uid=_uid(live.claim))
                 self._store.put(live.record)
                 self._tasks.start_soon(self._watch_machine, live)
+                log.info("%s: runs, %.1f s after it was asked for", record.id, time.time() - record.created_at)
                 return live.record
             raise Conflict("the sandbox was deleted while it was starting")
         except BootFailed as fault:
