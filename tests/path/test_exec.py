@@ -117,7 +117,7 @@ def test_death_by_a_signal_is_128_and_its_number(daemon: Daemon, shared: Sandbox
 
 def test_a_terminal_has_its_size_at_once_and_feels_a_resize(daemon: Daemon, shared: Sandbox) -> None:
     process = daemon.client.start(
-        shared.id, ["sh", "-c", "stty size; trap 'stty size' WINCH; while :; do sleep 0.1; done"], size=(43, 132)
+        shared.id, ["sh", "-c", "trap 'stty size' WINCH; stty size; while :; do sleep 0.1; done"], size=(43, 132)
     )
     with daemon.client.attach(shared.id, process.pid) as attached:
         seen = bytearray()
@@ -125,7 +125,7 @@ def test_a_terminal_has_its_size_at_once_and_feels_a_resize(daemon: Daemon, shar
             seen += piece.payload
             if bytes(seen) == b"43 132\r\n":
                 attached.sock.sendall(resize(50, 100))
-            if b"50 100" in seen:
+            if b"50 100\r\n" in seen:
                 break
     daemon.client.signal(shared.id, process.pid, "KILL")
     assert bytes(seen) == b"43 132\r\n50 100\r\n"
