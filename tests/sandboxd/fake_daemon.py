@@ -8,6 +8,7 @@ machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answ
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -49,17 +50,18 @@ class FakeMachine:
         await anyio.wait_readable(self._pidfd)
 
     async def terminate(self) -> None:
-        end(self._pidfd)
+        end(self._pid, self._pidfd)
 
 
-def end(pidfd: int) -> None:
-    try:
+def end(pid: int, pidfd: int) -> None:
+    """TERM, then KILL, then its process group: a child that was not yet tied to its parent is in it."""
+    with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGTERM)
         if not select.select([pidfd], [], [], 5)[0]:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             select.select([pidfd], [], [], 5)
-    except ProcessLookupError:
-        pass
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class FakeBackend:
     def sweep(self, sandboxes: Path, known: frozenset[str]) -> None:
         for directory in sandboxes.iterdir():
             if directory.name not in known and (pid := recorded(directory)) is not None:
-                end(os.pidfd_open(pid))
+                end(pid, os.pidfd_open(pid))
 
 
 def launch(directory: Path) -> int:
