@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -180,10 +181,13 @@ void connection_finish_writing(struct device *device, struct connection *connect
 
 void connection_finish_reading(struct device *device, struct connection *connection)
 {
+	struct pollfd client = {.fd = connection->fd}; /* no events: POLLHUP and POLLERR come unasked */
+
 	connection->ended = true;
 	connection_leave_data(device, connection);
 	connection_want_shutdown(device, connection, VIRTIO_VSOCK_SHUTDOWN_SEND);
-	if ((connection->guest_shutdown & VIRTIO_VSOCK_SHUTDOWN_SEND) && connection->backlog.size_bytes == 0)
+	/* If it has closed, or both directions are over, the guest hears of both in one packet. */
+	if (poll(&client, 1, 0) == 1)
 		connection_client_gone(device, connection);
 }
 
