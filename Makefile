@@ -21,15 +21,13 @@ ASSETS ?= $(or $(XDG_DATA_HOME),$(HOME)/.local/share)/sandboxd/assets
 endif
 export SANDBOX_TEST_ASSETS := $(ASSETS)
 
-APT := qemu-system-x86 bubblewrap mmdebstrap e2fsprogs erofs-utils fakeroot cpio lz4 xz-utils zstd \
+APT := qemu-system-x86 bubblewrap mmdebstrap e2fsprogs erofs-utils lz4 xz-utils zstd \
        gcc libc6-dev make pkg-config git ca-certificates python3 python3-venv python3-dev util-linux procps uidmap
 # Sanitizer and fuzzing builds use clang; a user who only runs the demo does not need it.
-APT_TEST := $(APT) clang llvm libclang-rt-14-dev
+APT_TEST := $(APT) clang llvm libclang-rt-14-dev cpio openssh-client
 
 CFLAGS_HARD := -std=c11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -D_FORTIFY_SOURCE=2
 LDFLAGS_HARD := -Wl,-z,relro,-z,now
-VSOCK_SRC := $(filter-out $(wildcard native/vsock/test_*.c native/vsock/fuzz_*.c),$(wildcard native/vsock/*.c))
-VSOCK_HDR := $(wildcard native/vsock/*.h)
 PROGRAMS := $(BUILD)/sandbox-vsock $(BUILD)/guest-init $(BUILD)/guest-exec
 
 .PHONY: help demo test lint bench bench-check soak fuzz clean setup apt apt-test assets programs sanitizers
@@ -97,9 +95,9 @@ $(VENV)/ready: requirements.lock pyproject.toml setup.py native/build.py native/
 
 programs: $(PROGRAMS)
 
-$(BUILD)/sandbox-vsock: $(VSOCK_SRC) $(VSOCK_HDR) | apt
-	@mkdir -p $(BUILD)
-	$(CC) $(CFLAGS_HARD) -fPIE -pie $(LDFLAGS_HARD) -o $@ $(VSOCK_SRC)
+.PHONY: $(BUILD)/sandbox-vsock
+$(BUILD)/sandbox-vsock: | apt
+	@$(MAKE) -s -C native/vsock all
 
 # These two run inside the guest, where no shared library is to be relied on.
 $(BUILD)/guest-init $(BUILD)/guest-exec: $(BUILD)/guest-%: native/guest_%.c | apt
