@@ -34,8 +34,9 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -45,7 +46,6 @@ import anyio.from_thread
 import anyio.to_thread
 from docopt import docopt
 
-import native
 from sandboxd import settings as flags
 from sandboxd import unixpath
 from sandboxd.adopt import adopt, lock, make_private
@@ -59,7 +59,7 @@ from sandboxd.settings import Settings
 from sandboxd.store import Store
 from sandboxd.termsafe import clean
 from sandboxd.uids import COUNT, Uids
-from sandboxd.vm import qemu
+from sandboxd.vm import kvm, qemu
 from sandboxd.vm.commands import Accelerator, Tools, find_tools
 from sandboxd.vm.machine import Machine, MachineSpec
 from sandboxd.wire import API_VERSION
@@ -67,13 +67,19 @@ from sandboxd.wire import API_VERSION
 log = logging.getLogger("sandboxd")
 
 
-@dataclass(frozen=True, slots=True)
 class Qemu:
-    """`vm.qemu` as the service's backend."""
+    """`vm.qemu` as the service's backend. Starts machines under TCG until `settle` has found a KVM that works."""
 
-    tools: Tools
-    uids: range
-    name: str = "qemu"
+    name = "qemu"
+
+    def __init__(self, tools: Tools, uids: range, state_dir: Path) -> None:
+        self.tools, self.uids, self._state_dir = tools, uids, state_dir
+
+    async def settle(self, assets: Assets, uid: int | None) -> str:
+        """Tries KVM with our kernel; `uid` is the trial's. Returns which accelerator it is to be, and why."""
+        choice = await kvm.choose(self.tools, assets.kernel, assets.initramfs, self._state_dir, uid)
+        self.tools = replace(self.tools, accelerator=choice.accelerator)
+        return f"qemu with {choice.accelerator.value} ({choice.reason})"
 
     async def start(self, spec: MachineSpec) -> Machine:
         return await qemu.start(spec, self.tools)
@@ -108,23 +114,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the daemon is put together from: a backend, a line that says why that one, where images come
-    from."""
+    """What the daemon is put together from: a backend, what it settles once the images are there (and says in one
+    line), where images come from."""
 
     backend: Backend
-    why: str
-    present: Callable[[Path, Path], Assets | None]
+    settle: Callable[[Assets, int | None], Awaitable[str]]
     prepare: Callable[[Path, Path, images.Report], Assets]
 
 
 def parts(settings: Settings) -> Parts:
-    answer = native.kvm_probe()
-    usable = answer.state is native.KvmState.OK
-    accelerator = Accelerator.KVM if usable else Accelerator.TCG
-    tools = find_tools(settings.build_dir / "sandbox-vsock", instance(settings.state_dir), accelerator)
+    tools = find_tools(settings.build_dir / "sandbox-vsock", instance(settings.state_dir), Accelerator.TCG)
     uids = range(settings.uid_base, settings.uid_base + COUNT) if os.geteuid() == 0 else range(0)
-    why = f"KVM is {answer.state.value}: {answer.reason}"
-    return Parts(Qemu(tools, uids), f"qemu with {accelerator.value} ({why})", images.present, images.prepare)
+    backend = Qemu(tools, uids, settings.state_dir)
+    return Parts(backend, backend.settle, images.prepare)
 
 
 async def run(settings: Settings, choose: Callable[[Settings], Parts]) -> None:
@@ -152,21 +154,21 @@ async def _serve(
 ) -> None:
     policy = Policy()
     places = Places(settings.state_dir)
-    assets = AssetsState(chosen.present(settings.assets_dir, settings.build_dir))
+    assets = AssetsState()
     adopted = await adopt(places, store, chosen.backend)
     async with Service(places, store, chosen.backend, policy, assets, uids) as service:
         for one in adopted:
             service.restore(one.record, one.machine)
         log.info(
             "version %s, API %s, listening on unix://%s, backend %s, network ceiling %s (%s), image %s",
-            _version(), API_VERSION, settings.socket, clean(chosen.why), policy.ceiling,
+            _version(), API_VERSION, settings.socket, chosen.backend.name, policy.ceiling,
             "egress is not built yet", policy.default_image,
         )  # fmt: skip
         server = Server(service)
         async with anyio.create_task_group() as tasks:
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
                 tasks.start_soon(server.run, listener)
-                tasks.start_soon(_prepare, settings, chosen, assets)
+                tasks.start_soon(_prepare, settings, chosen, assets, uids)
                 async for _ in signals:
                     break
                 log.info("stopping")
@@ -176,8 +178,8 @@ async def _serve(
                 tasks.cancel_scope.cancel()
 
 
-async def _prepare(settings: Settings, chosen: Parts, assets: AssetsState) -> None:
-    """Builds what is missing, in a thread, while the API already answers."""
+async def _prepare(settings: Settings, chosen: Parts, assets: AssetsState, uids: Uids | None) -> None:
+    """Builds what is missing, in a thread, while the API already answers; then settles the backend."""
     show = _print_progress()
 
     def report(progress: images.Progress) -> None:
@@ -187,6 +189,9 @@ async def _prepare(settings: Settings, chosen: Parts, assets: AssetsState) -> No
     found = await anyio.to_thread.run_sync(
         chosen.prepare, settings.assets_dir, settings.build_dir, report, abandon_on_cancel=True
     )
+    with ExitStack() as borrowed:
+        uid = None if uids is None else borrowed.enter_context(closing(uids.claim())).uid
+        log.info("backend %s", clean(await chosen.settle(found, uid)))
     assets.ready(found)
     log.info("ready")
 

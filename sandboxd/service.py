@@ -106,8 +106,8 @@ class Places:
 class AssetsState:
     """Kernel, image and the rest: there, or being built."""
 
-    def __init__(self, assets: Assets | None) -> None:
-        self._assets = assets
+    def __init__(self) -> None:
+        self._assets: Assets | None = None
         self._progress = Progress("starting", 0, "")
 
     def report(self, progress: Progress) -> None:

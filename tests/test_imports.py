@@ -78,7 +78,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("anyio",),
     ),
     # The one place where the parts are joined.
-    ("sandboxd.__main__", ("sandboxd.*", "sandboxd.vm.*", "sandboxd.assets.*", "native"), ("anyio", "docopt")),
+    ("sandboxd.__main__", ("sandboxd.*", "sandboxd.vm.*", "sandboxd.assets.*"), ("anyio", "docopt")),
     ("cli.__main__", ("cli.*", "sandboxd.errors", "sandboxd.termsafe"), ("docopt",)),
     (
         "cli*",

@@ -185,8 +185,8 @@ def test_secrets_of_the_environment_are_nowhere_on_the_host(daemon: Daemon, tmp_
         needle, found = canary.encode(), []
         for path in [*daemon.directory.rglob("*"), *Path("/proc").glob("[0-9]*/cmdline"),
                      *Path("/proc").glob("[0-9]*/environ")]:  # fmt: skip
-            # The spool is the command's own output, which is where it printed the value just now.
-            if path.is_file() and "spool" not in path.parts:
+            # `output/` holds the command's own output, which is where it printed the value just now.
+            if path.is_file() and "output" not in path.parts:
                 try:
                     if needle in path.read_bytes():
                         found.append(str(path))

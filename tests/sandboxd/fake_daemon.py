@@ -170,7 +170,10 @@ def parts(settings: Settings) -> Parts:
         time.sleep(float(backend.knob("prepare_s") or 0))
         return Assets(*[assets_dir / name for name in ("kernel", "initramfs", "runtime", "image")], "key")
 
-    return Parts(backend, "a stand-in for tests", lambda *_: None, prepare)
+    async def settle(*_: object) -> str:
+        return "a stand-in for tests"
+
+    return Parts(backend, settle, prepare)
 
 
 def main() -> None:
