@@ -33,6 +33,7 @@ class Fare(unittest.TestCase):
     def test_seniors_pay_half(self):
         self.assertEqual(fare(65), 5)
 PY
+printf '__pycache__/\n' > "$repo/.gitignore"
 cd "$repo"
 git add .
 git -c user.name=You -c user.email=you@localhost commit -qm "Fares"
