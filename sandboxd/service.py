@@ -120,7 +120,7 @@ class AssetsState:
         if self._assets is None:
             now = self._progress
             detail = f", {now.detail}" if now.detail else ""
-            raise Unavailable(clean(f"the images are being built: {now.phase}, {now.percent} %{detail}"))
+            raise Unavailable(clean(f"sandboxd is getting ready: {now.phase}, {now.percent} %{detail}"))
         return self._assets
 
 

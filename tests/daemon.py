@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from sandboxd.client import Client, Unreachable
-from sandboxd.errors import Unavailable
+from sandboxd.__main__ import instance
+from sandboxd.client import Client
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -37,6 +37,7 @@ class Daemon:
         self.log = directory / "sandboxd.log"
         self._prefix, self._flags = prefix, flags
         self.process: subprocess.Popen[bytes] | None = None
+        self._said = 0
 
     def __enter__(self) -> Daemon:
         self.start()
@@ -52,9 +53,10 @@ class Daemon:
         ]  # fmt: skip
         self.directory.mkdir(exist_ok=True)
         with self.log.open("ab") as log:
+            self._said = log.tell()
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline = time.monotonic() + timeout_s
-        while not self._answers():
+        while not self._ready():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.stop(end_sandboxes=False)
                 raise RuntimeError(f"sandboxd did not come up:\n{self.log.read_text(errors='replace')[-4000:]}")
@@ -64,14 +66,9 @@ class Daemon:
     def client(self) -> Client:
         return Client(str(self.socket))
 
-    def _answers(self) -> bool:
-        try:
-            self.client.health()
-            # Listed only once the assets are there and what an earlier run left has been taken back.
-            self.client.sandboxes()
-        except (Unreachable, Unavailable):
-            return False
-        return True
+    def _ready(self) -> bool:
+        """It says so once the assets are there and what an earlier run left has been taken back."""
+        return b"sandboxd: ready\n" in self.log.read_bytes()[self._said :]
 
     def kill(self) -> None:
         """`kill -9`, as a crash would."""
@@ -108,11 +105,11 @@ class Daemon:
         )  # fmt: skip
 
     def leftovers(self) -> list[str]:
-        """Processes that name this state directory, and what is left below `sandboxes/`."""
+        """Machines' processes that carry this daemon's mark, and what is left below `sandboxes/`."""
         found = []
-        marker = os.fsencode(self.state)
+        marker = f"/sandboxd/{instance(self.state)}/".encode()
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid():
+            if entry.name.isdigit():
                 try:
                     command = (entry / "cmdline").read_bytes()
                 except OSError:
