@@ -40,7 +40,7 @@ demo: setup assets ## set everything up, then run a small agent on a small repos
 	@bash tests/demo/demo.sh $(abspath $(BUILD))/demo/repository
 
 test: setup apt-test sanitizers assets lint ## set everything up and pass the tests
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n 2 --dist worksteal
 
 lint: $(VENV)/ready ## ruff and mypy (strict)
 	$(VENV)/bin/ruff check .

@@ -23,6 +23,14 @@ def counts(quick: int, soak: int) -> int:
     return soak if SOAK else quick
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `soak` show nothing that a quicker one does not; they run in `make soak` alone."""
+    if not SOAK:
+        later = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if item not in later]
+
+
 @pytest.fixture(scope="session")
 def seed() -> random.Random:
     """Randomness a failing run can be repeated with: SEED=n."""

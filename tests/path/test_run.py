@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def test_commits_come_back_into_one_ref_and_nothing_else_moves(daemon: Daemon, r
     assert [s for s in daemon.client.sandboxes() if s.name == "one" and s.state != "terminated"] == []
 
 
+@pytest.mark.soak
 def test_the_exit_code_is_the_commands_and_its_work_comes_back_all_the_same(
     daemon: Daemon, repository: Path
 ) -> None:
@@ -61,6 +63,7 @@ def test_the_exit_code_is_the_commands_and_its_work_comes_back_all_the_same(
     assert git(repository, "show", "refs/sandbox/seven:x") == "x\n"
 
 
+@pytest.mark.soak
 def test_nothing_new_is_said_and_no_ref_is_made(daemon: Daemon, repository: Path) -> None:
     ran = daemon.cli(*RUN, "--name", "idle", "--", "true", cwd=repository)
     assert ran.returncode == 0
@@ -88,22 +91,37 @@ def test_detached_head_sub_directory_and_odd_names(daemon: Daemon, tmp_path: Pat
     assert changed.split() == ["A", "sub/new"]
 
 
-def test_a_shallow_clone_a_worktree_and_a_sha256_repository(daemon: Daemon, tmp_path: Path) -> None:
-    origin = make_repository(tmp_path / "origin")
+def prepare_shallow(where: Path) -> Path:
+    origin = make_repository(where / "origin")
     for number in range(3):
         (origin / "n").write_text(str(number))
         git(origin, "add", ".")
         git(origin, "commit", "-qm", f"n {number}")
-    git(tmp_path, "clone", "-q", "--depth", "1", f"file://{origin}", "shallow")
-    git(origin, "worktree", "add", "-q", "-b", "side", str(tmp_path / "worktree"))
-    make_repository(tmp_path / "sha256", "--object-format=sha256")
-    for name in ("shallow", "worktree", "sha256"):
-        where = tmp_path / name
-        ran = daemon.cli(*RUN, "--name", name, "--", "sh", "-c", "echo new > new", cwd=where)
-        assert ran.returncode == 0, (name, ran.stderr.decode())
-        assert git(where, "show", f"refs/sandbox/{name}:new") == "new\n"
-        assert git(where, "status", "--porcelain") == ""
-        git(where, "fsck", "--strict", "--no-dangling")
+    git(where, "clone", "-q", "--depth", "1", f"file://{origin}", "shallow")
+    return where / "shallow"
+
+
+def prepare_worktree(where: Path) -> Path:
+    origin = make_repository(where / "origin")
+    git(origin, "worktree", "add", "-q", "-b", "side", str(where / "worktree"))
+    return where / "worktree"
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        pytest.param(prepare_shallow, id="shallow clone"),
+        pytest.param(lambda where: make_repository(where / "sha256", "--object-format=sha256"), id="SHA-256"),
+        pytest.param(prepare_worktree, id="worktree", marks=pytest.mark.soak),
+    ],
+)
+def test_repositories_of_other_kinds(daemon: Daemon, tmp_path: Path, prepare: Callable[[Path], Path]) -> None:
+    where = prepare(tmp_path)
+    ran = daemon.cli(*RUN, "--name", "other", "--", "sh", "-c", "echo new > new", cwd=where)
+    assert ran.returncode == 0, ran.stderr.decode()
+    assert git(where, "show", "refs/sandbox/other:new") == "new\n"
+    assert git(where, "status", "--porcelain") == ""
+    git(where, "fsck", "--strict", "--no-dangling")
 
 
 def test_twenty_thousand_files_go_in_and_one_change_comes_out(daemon: Daemon, tmp_path: Path) -> None:
@@ -119,6 +137,7 @@ def test_twenty_thousand_files_go_in_and_one_change_comes_out(daemon: Daemon, tm
     assert git(top, "diff", "--name-only", "HEAD", "refs/sandbox/many") == "d1/f1\n"
 
 
+@pytest.mark.soak
 def test_submodules_are_named_as_not_carried(daemon: Daemon, tmp_path: Path) -> None:
     inner, outer = make_repository(tmp_path / "inner"), make_repository(tmp_path / "outer")
     git(outer, "-c", "protocol.file.allow=always", "submodule", "--quiet", "add", f"file://{inner}", "lib")
@@ -139,7 +158,7 @@ def test_submodules_are_named_as_not_carried(daemon: Daemon, tmp_path: Path) -> 
     ids=["no commit yet", "a partial clone", "root in someone else's repository"],
 )
 def test_a_repository_that_cannot_be_taken_is_refused_before_a_vm_exists(
-    daemon: Daemon, repository: Path, prepare, says: str  # type: ignore[no-untyped-def]
+    daemon: Daemon, repository: Path, prepare: Callable[[Path], object], says: str
 ) -> None:
     if says == "belongs to" and os.geteuid() != 0:
         pytest.skip("only root can be in a repository of another user's that it may write")
