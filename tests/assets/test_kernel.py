@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sandboxd.assets.kernel import dependencies, loading_order, modules_archive
+from sandboxd.assets.kernel import SIGNATURE_MARK, dependencies, loading_order, modules_archive, unsigned
 
 
 def module(*needs: str) -> bytes:
@@ -60,3 +60,21 @@ def test_the_archive_holds_the_order_that_guest_init_reads_and_nothing_unused() 
     assert b"modules/virtio_blk.ko\0" in raw
     assert b"failover" not in raw
     assert raw == modules_archive(dict(reversed(DRIVERS.items())), ["virtio_blk"])
+
+
+@pytest.mark.parametrize(
+    ("signed", "plain"),
+    [
+        (b"ELF" + b"S" * 20 + bytes(8) + (20).to_bytes(4, "big") + SIGNATURE_MARK, b"ELF"),
+        (b"ELF", b"ELF"),
+        (b"ELF~Module signature", b"ELF~Module signature"),
+    ],
+    ids=["signed", "not signed", "half a mark"],
+)
+def test_a_signature_is_cut_off(signed: bytes, plain: bytes) -> None:
+    assert unsigned(signed) == plain
+
+
+def test_a_signature_longer_than_its_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="longer"):
+        unsigned(b"ELF" + bytes(8) + (99).to_bytes(4, "big") + SIGNATURE_MARK)
