@@ -67,7 +67,10 @@ def collect(
                     raise bringback.BundleRefusedError("the returned bundle is refused: it is too large")
                 bundle.write(data)
         except Conflict:
-            return gathered, None
+            # So is a sandbox answered that ended just now, or whose disk is full: then the work is not "nothing".
+            if gathered.nothing_new:
+                return gathered, None
+            raise
         bundle.flush()
         bundle.seek(0)
         return gathered, bringback.receive(repo, bundle, base, name)

@@ -74,7 +74,8 @@ if ! g rev-parse -q --verify HEAD >/dev/null || ! g diff --cached --quiet HEAD -
     fi
 fi
 
-head=$(g rev-parse -q --verify HEAD) || { say empty; exit 0; }
+nothing_new() { g merge-base --is-ancestor refs/heads/sandbox "$base" 2>/dev/null && say nothing_new; }
+head=$(g rev-parse -q --verify HEAD) || { say empty; nothing_new; exit 0; }
 tip=$(g rev-parse -q --verify refs/heads/sandbox) || tip=
 if [ "$head" != "$tip" ]; then
     if [ -z "$tip" ] || [ "$tip" = "$base" ] || g merge-base --is-ancestor "$tip" "$head"; then
@@ -94,6 +95,7 @@ stashes=$(g rev-list --walk-reflogs --count refs/stash 2>/dev/null) && say "stas
 g diff --raw -z --no-renames "$base" refs/heads/sandbox 2>/dev/null | tr '\0' '\n' \
     | sed -n '/^:[0-7]* 160000 /{n;p;}' | head -n 50 \
     | while IFS= read -r path; do say "repository $path"; done
+nothing_new
 say ignored
 g ls-files -z --others --ignored --exclude-standard --directory | head -c 100000
 exit 0
@@ -101,10 +103,12 @@ exit 0
 
 
 class Gathered(NamedTuple):
-    """`notes` are lines for the person; `left` those of work that would be lost with the sandbox."""
+    """`notes` are lines for the person; `left` those of work that would be lost with the sandbox. `nothing_new`: the
+    branch holds no commit beyond the base."""
 
     notes: tuple[str, ...]
     left: tuple[str, ...]
+    nothing_new: bool = False
 
 
 class GatherError(SandboxError):
@@ -139,6 +143,7 @@ def read(output: bytes) -> Gathered:
     left: list[str] = []
     branches: list[str] = []
     repositories: list[str] = []
+    nothing_new = False
     for record in head.decode(errors="replace").split("\0"):
         word, _, value = record.partition(" ")
         value = clean(value)
@@ -160,6 +165,8 @@ def read(output: bytes) -> Gathered:
             left.append(f"stashes: {value}")
         elif word == "repository":
             repositories.append(value)
+        elif word == "nothing_new":
+            nothing_new = True
     if branches:
         left.append(f"other branches: {_some(branches)}")
     if repositories:
@@ -167,7 +174,7 @@ def read(output: bytes) -> Gathered:
     ignored = [clean(name) for name in tail.decode(errors="replace").split("\0") if name] if mark else []
     if ignored:
         notes.append(f"ignored files stay behind: {_some(ignored)}")
-    return Gathered(tuple(notes), tuple(left))
+    return Gathered(tuple(notes), tuple(left), nothing_new)
 
 
 def _where(name: str) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from cli import gather
+from cli import collect, gather, repository
 from sandboxd.client import Client, RunResult
-from sandboxd.errors import InvalidRequest
+from sandboxd.errors import Conflict, InvalidRequest
 
 ENV = {
     "PATH": os.environ["PATH"],
@@ -78,8 +78,21 @@ def work(tmp_path: Path) -> Workspace:
 
 
 def test_nothing_done_is_nothing_said(work: Workspace) -> None:
-    assert work.gathered() == ((), ())
+    assert work.gathered() == ((), (), True)
     assert work.git("rev-parse", "sandbox") == work.base
+
+
+def test_nothing_new_is_said_of_a_branch_without_new_commits_only(work: Workspace) -> None:
+    work.commit("one")
+    assert not work.gathered().nothing_new
+    work.git("reset", "-q", "--hard", work.base)
+    assert work.gathered().nothing_new
+    work.git("checkout", "-q", "--orphan", "other")
+    work.git("rm", "-q", "-r", "--cached", ".")
+    (work.top / ".gitignore").unlink()
+    assert work.gathered().nothing_new
+    work.git("branch", "-q", "-D", "sandbox")
+    assert not work.gathered().nothing_new
 
 
 def test_staged_unstaged_untracked_and_deleted_are_committed_and_ignored_named(work: Workspace) -> None:
@@ -196,7 +209,7 @@ def test_work_on_two_branches_is_joined(work: Workspace) -> None:
 def test_looking_at_an_old_commit_changes_nothing(work: Workspace) -> None:
     tip = work.commit("done", "done.txt")
     work.git("checkout", "-q", work.base)
-    assert work.gathered() == ((), ())
+    assert work.gathered() == ((), (), False)
     assert work.git("rev-parse", "sandbox") == tip
 
 
@@ -218,7 +231,7 @@ def test_a_rewritten_history_on_the_branch_itself(work: Workspace) -> None:
     work.write("a", "a")
     work.git("add", "-A")
     work.git("commit", "-q", "--amend", "-m", "amended")
-    assert work.gathered() == ((), ())
+    assert work.gathered()[:2] == ((), ())
 
 
 def test_stashes_other_branches_and_inner_repositories_are_said(work: Workspace) -> None:
@@ -313,4 +326,21 @@ def test_what_can_go_wrong(answer: RunResult | Exception, said: str) -> None:
     ],
 )
 def test_records_are_a_guests_word(output: bytes, gathered: object) -> None:
-    assert gather.read(output) == gathered
+    assert gather.read(output)[:2] == gathered
+
+
+class Refusing(Answering):
+    """Its bundle is refused with a conflict."""
+
+    def get_workspace(self, *_: object) -> Iterator[bytes]:
+        raise Conflict("the sandbox has ended")
+
+
+def test_a_conflict_is_no_new_commits_only_where_the_branch_has_none(work: Workspace) -> None:
+    repo = repository.discover(work.top)
+    assert repo is not None
+    done = Refusing(RunResult(0, b"nothing_new\0ignored\0", b"", False, False))
+    assert collect.collect(done, "sb", repo, repo.head_commit, "demo")[1] is None
+    work = Refusing(RunResult(0, b"committed\0ignored\0", b"", False, False))
+    with pytest.raises(Conflict, match="has ended"):
+        collect.collect(work, "sb", repo, repo.head_commit, "demo")
