@@ -352,9 +352,12 @@ class _Receiver:
         return replaced
 
     def _check_plain(self, ref: str) -> None:
-        """No directory on the way to the ref may be a link: it could lead among the branches."""
-        directory = self._repo.common_dir / REFS
-        for part in ("", *ref.removeprefix(f"{REFS}/").split("/")[:-1]):
-            directory = directory / part
-            if directory.is_symlink():
-                raise BringBackError(f"{clean(str(directory))} is a symbolic link: remove it first")
+        """No directory on the way to the ref may be a link: it could lead among the branches. Nor may its log, to
+        which git appends: it could lead anywhere."""
+        parts = ref.removeprefix(f"{REFS}/").split("/")
+        for start, names in ((REFS, parts[:-1]), (f"logs/{REFS}", parts)):
+            path = self._repo.common_dir / start
+            for part in ("", *names):
+                path = path / part
+                if path.is_symlink():
+                    raise BringBackError(f"{clean(str(path))} is a symbolic link: remove it first")

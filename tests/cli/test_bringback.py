@@ -497,6 +497,19 @@ def test_a_linked_directory_among_the_refs_is_refused(world: World) -> None:
     assert world.base() == repo.head_commit
 
 
+@pytest.mark.parametrize("name", ["demo", "deep/demo"])
+def test_a_linked_log_of_the_ref_is_refused(world: World, tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious\n")
+    log = world.repo / ".git/logs/refs/sandbox" / name
+    log.parent.mkdir(parents=True)
+    log.symlink_to(victim)
+    repo = found(world)
+    with pytest.raises(BringBackError, match="symbolic link"):
+        bringback.receive(repo, world.returned, repo.head_commit, name)
+    assert victim.read_text() == "precious\n"
+
+
 def test_a_name_in_the_way_of_another_is_said(world: World) -> None:
     repo = found(world)
     bringback.receive(repo, world.returned, repo.head_commit, "demo")
