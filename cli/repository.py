@@ -162,6 +162,8 @@ def _is_git_dir(directory: Path) -> bool:
 
 def _pointer(file: Path, word: bytes) -> Path:
     """The path a one-line file holds, relative to the file's own directory."""
+    if not file.is_file():
+        raise RepositoryError(f"{shown(file)} is not a file git would write")  # a FIFO would be waited for
     with file.open("rb") as stream:
         text = stream.read(POINTER_BYTES)
     if not text.startswith(word) or len(text) == POINTER_BYTES or b"\0" in text:

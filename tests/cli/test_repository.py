@@ -219,6 +219,14 @@ def pipe(world: World, tmp_path: Path) -> Path:
     return tmp_path / "x"
 
 
+def piped_commondir(world: World, tmp_path: Path) -> Path:
+    git(tmp_path, "init", "-q", "evil")
+    os.mkfifo(tmp_path / "evil/.git/commondir")
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/.git").write_text(f"gitdir: {tmp_path}/evil/.git\n")
+    return tmp_path / "x"
+
+
 @pytest.mark.parametrize(
     ("tamper", "why"),
     [
@@ -232,6 +240,7 @@ def pipe(world: World, tmp_path: Path) -> Path:
         (no_pointer, "not a file git would write"),
         (endless_pointer, "not a file git would write"),
         (pipe, "neither a directory nor a file"),
+        (piped_commondir, "not a file git would write"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
