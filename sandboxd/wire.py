@@ -182,6 +182,8 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise InvalidRequest(f"the body is not JSON: {fault.msg} at byte {fault.pos}") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
+    except ValueError:
+        raise InvalidRequest("the body holds a number of too many digits") from None
 
 
 def encode(value: Any) -> bytes:

@@ -55,7 +55,7 @@ def test_null_means_absent_and_allow_keeps_its_two_emptinesses() -> None:
     [
         (b'{"network": {"allow": ["a", 1]}}', "$.network.allow[1]"), (b'{"env": {"A": null}}', "$.env"),
         (b'{"memory_mb": 1.5}', "$.memory_mb"), (b'{"x": 1}', "`x`"), (b'{"labels": {"a": "b", "a": "b"}}', "twice"),
-        (b'{"cpus": Infinity}', "Infinity"),
+        (b'{"cpus": Infinity}', "Infinity"), (b'{"cpus": 1' + b"0" * 5000 + b"}", "too many digits"),
     ],
 )  # fmt: skip
 def test_a_fault_is_named_with_its_place(body: bytes, place: str) -> None:
