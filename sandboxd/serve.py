@@ -184,14 +184,23 @@ class Client:
                 switch = answer
             else:
                 await body.give_up()
-                again = await self.reply(answer, last=not body.ended.is_set())
+                again = await self._answer(answer, last=not body.ended.is_set())
             tasks.cancel_scope.cancel()
+        # Nobody watches any more: from here on this task alone reads.
         if switch is not None:
             await self._switch(switch)
+        elif not again:
+            await self._linger()
         return again
 
     async def reply(self, reply: Reply, last: bool) -> bool:
         """Sends it; True when the connection may be kept."""
+        again = await self._answer(reply, last)
+        if not again:
+            await self._linger()
+        return again
+
+    async def _answer(self, reply: Reply, last: bool) -> bool:
         headers = [*_ALWAYS, *reply.headers]
         if reply.status != 204:
             headers.append((b"content-type", reply.media_type))
@@ -208,7 +217,6 @@ class Client:
             self.busy = self.busy and reply.length is not None
             await self._stream_out(head, reply.body)
         if last or self._http.our_state is h11.MUST_CLOSE:
-            await self._linger()
             return False
         self._http.start_next_cycle()
         return True
@@ -337,8 +345,9 @@ class ClientBody:
         for name, value in event.headers:
             if name == b"content-length":
                 self.declared = int(value)
-            elif name == b"transfer-encoding":
-                self.declared = None
+        # It is what h11 goes by where both stand.
+        if any(name == b"transfer-encoding" for name, _ in event.headers):
+            self.declared = None
 
     async def begin(self) -> None:
         """An absent body has ended before anybody asks."""

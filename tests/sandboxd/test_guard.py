@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -157,3 +158,27 @@ def test_the_socket_is_its_owners_alone(rig: Rig) -> None:
 def test_answers_carry_nothing_a_browser_could_keep(rig: Rig) -> None:
     headers: dict[str, Any] = rig.call("GET", "/v1/capabilities").headers
     assert headers["cache-control"] == "no-store" and headers["content-type"] == "application/json"
+
+
+def test_a_client_that_takes_its_time_to_close_is_no_fault(rig: Rig) -> None:
+    before = rig.log.read_text().count("a connection failed")
+    for _ in range(5):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(5)
+            sock.connect(str(rig.socket))
+            sock.sendall(b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            said = b""
+            while piece := sock.recv(65536):
+                said += piece
+            assert said.endswith(b'{"status":"ok"}')
+            time.sleep(0.1)
+    assert rig.log.read_text().count("a connection failed") == before
+
+
+def test_a_chunked_body_is_chunked_whatever_its_length_says(rig: Rig, box: str) -> None:
+    chunked, length = b"Transfer-Encoding: chunked", b"Content-Length: 3"
+    for fields in (chunked + b"\r\n" + length, length + b"\r\n" + chunked):
+        head = b"PUT /v1/sandboxes/box/files?path=/tmp/two HTTP/1.1\r\nHost: localhost\r\n"
+        head += b"Content-Type: application/octet-stream\r\nConnection: close\r\n" + fields + b"\r\n\r\n"
+        assert rig.raw(head + b"5\r\nhello\r\n0\r\n\r\n").startswith(b"HTTP/1.1 204")
+        assert rig.run(box, "cat", "/tmp/two").stdout == b"hello"
