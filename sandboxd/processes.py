@@ -38,6 +38,8 @@ TRIM_EVERY = 1 << 20
 KILL_GRACE_S = 2.0
 SIGNAL_WAIT_S = 1.0
 CONNECTION_WAIT_S = 10.0
+ABANDON_S = (0.0, 0.2, 2.0)
+"""Pauses before the attempts to end what its starter has left."""
 REATTACH_S = (0.2, 5.0)
 """First and longest pause between attempts to attach again."""
 
@@ -243,8 +245,18 @@ class Processes:
     async def start(self, guest: Guest, command: Command) -> ProcessRecord:
         """A kept process; it is running when this returns."""
         name = secrets.token_hex(8)
-        session = await guest.execute(False, **_fields(command), keep=True, session=name)
-        process = self._enter(command, name)
+        session = None
+        try:
+            session = await guest.execute(False, **_fields(command), keep=True, session=name)
+            process = self._enter(command, name)
+        except GuestRefused:
+            raise
+        except BaseException:
+            # Its starter left, or it cannot be written down: nobody would ever hear of what may be running now.
+            if session is not None:
+                session.close()
+            self._tasks.start_soon(self._abandon, guest, name)
+            raise
         self._tasks.start_soon(self._keep, guest, process, session)
         return process.record
 
@@ -255,7 +267,11 @@ class Processes:
         """Runs to the end, or kills it: after `timeout_s` (0: never) or when the caller leaves. The result's
         spool is whole inside the block."""
         session = await guest.execute(not stdin, **_fields(command))
-        process = self._enter(command, "")
+        try:
+            process = self._enter(command, "")
+        except BaseException:
+            session.close()
+            raise
         process.stdin_open = bool(stdin)
         process.spool.pinned += 1
         try:
@@ -327,8 +343,8 @@ class Processes:
 
     def _enter(self, command: Command, session: str) -> Process:
         record = ProcessRecord(self._sandbox, self._next, command.argv, command.tty, session, time.time())
-        process = self._add(record)
         self._store.put_process(record)
+        process = self._add(record)
         if len(self._known) > MAX_FINISHED:
             self._forget_oldest()
         return process
@@ -345,7 +361,21 @@ class Processes:
 
     def _finish(self, process: Process, code: int) -> None:
         process.end(code)
-        self._store.put_process(process.record)
+        self._store.put_ended_process(process.record)
+
+    async def _abandon(self, guest: Guest, name: str) -> None:
+        """Ends a kept process that nobody knows of; the guest may be about to start it only now."""
+        with anyio.CancelScope() as scope:
+            self._scopes.add(scope)
+            try:
+                for pause in ABANDON_S:
+                    await anyio.sleep(pause)
+                    with contextlib.suppress(GuestGone, GuestRefused, GuestProtocolError):
+                        await _signal_aside(guest, name, (0, 0), "KILL")
+                        await guest.forget(name)
+                        return
+            finally:
+                self._scopes.discard(scope)
 
     async def _keep(self, guest: Guest, process: Process, session: Session | None) -> None:
         """Follows a kept process to its end."""

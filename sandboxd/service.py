@@ -193,9 +193,7 @@ class Service:
         try:
             with anyio.CancelScope() as live.creating:
                 await self._bring_up(live, spec, assets)
-                live.record = replace(record, state=move(record.state, State.RUNNING), uid=_uid(live.claim))
-                self._store.put(live.record)
-                self._tasks.start_soon(self._watch_machine, live)
+                self._tasks.start_soon(self._guarded, self._watch_machine, live)
                 log.info("%s: runs, %.1f s after it was asked for", record.id, time.time() - record.created_at)
                 return live.record
             raise Conflict("the sandbox was deleted while it was starting")
@@ -239,8 +237,8 @@ class Service:
             raise Conflict(f"the sandbox is {record.state.value}")
         if record.name != live.record.name:
             self._require_free(record.name)
-        live.record = record
         self._store.put(record)
+        live.record = record
         return record
 
     async def delete(self, ref: str) -> None:
@@ -249,7 +247,7 @@ class Service:
             if live.creating is not None:
                 live.creating.cancel()
         elif live.record.state is not State.TERMINATED:
-            self._tasks.start_soon(self._end, live, "request", False)
+            self._tasks.start_soon(self._guarded, self._end, live, "request", False)
         elif live.gone.is_set():
             self._places.disk(live.record.id).unlink(missing_ok=True)
         await live.gone.wait()
@@ -360,8 +358,8 @@ class Service:
         live.machine = machine
         if self._uids is not None and record.uid is not None:
             live.claim = self._uids.reclaim(record.uid)
-        self._tasks.start_soon(self._watch_machine, live)
-        self._tasks.start_soon(self._take_back, live)
+        self._tasks.start_soon(self._guarded, self._watch_machine, live)
+        self._tasks.start_soon(self._guarded, self._take_back, live)
 
     async def _take_back(self, live: Live) -> None:
         """Until the guest has answered: a silent one keeps its disk and is asked again."""
@@ -419,7 +417,9 @@ class Service:
             await _before_exit(machine, "waiting for the guest agent", lambda: guest.wait_ready(BOOT_S))
             hostname = (live.record.name or sandbox_id.replace("_", "-")).rstrip("-")
             await _before_exit(machine, "configuring the guest", lambda: guest.configure(hostname, spec.env))
-            live.machine = machine
+            running = replace(live.record, state=move(live.record.state, State.RUNNING), uid=_uid(live.claim))
+            self._store.put(running)
+            live.record, live.machine = running, machine
             undo.pop_all()
 
     async def _end(self, live: Live, reason: str, keep_disk: bool) -> None:
@@ -430,7 +430,7 @@ class Service:
         with anyio.CancelScope(shield=True):
             state = move(live.record.state, State.TERMINATED)
             live.record = replace(live.record, state=state, ended_because=reason)
-            self._store.put(live.record)
+            self._store.put_ended(live.record)
             live.processes.stop()
             assert live.machine is not None
             try:
@@ -466,12 +466,20 @@ class Service:
             log.error("%s: its machine ended by itself%s", live.record.id, console)
             await self._end(live, "its machine ended", True)
 
+    async def _guarded(self, act: Callable[..., Awaitable[None]], live: Live, *arguments: object) -> None:
+        """One sandbox's fault must not end the daemon, and with it the hold on every other one."""
+        try:
+            await act(live, *arguments)
+        except Exception:
+            log.exception("%s: looking after it failed", live.record.id)
+
     async def _watch_clock(self) -> None:
         while True:
             await anyio.sleep(TICK_S)
+            self._store.catch_up()
             for live in list(self._sandboxes.values()):
                 if live.record.state is State.RUNNING and (reason := self._overdue(live)):
-                    self._tasks.start_soon(self._end, live, reason, False)
+                    self._tasks.start_soon(self._guarded, self._end, live, reason, False)
 
     def _overdue(self, live: Live) -> str:
         record = live.record

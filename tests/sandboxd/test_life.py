@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -392,3 +393,56 @@ def test_slow_headers_are_cut(rig: Rig) -> None:
     assert rig.slow is not None
     rig.slow.join()
     assert rig.slow.said == b"" and 9 < rig.slow.took_s < 20
+
+
+def test_a_state_directory_that_takes_no_more_ends_nothing(own: Rig) -> None:
+    for name in ("a", "b"):
+        own.create(name=name)
+    ending = own.start_process("a", "cat")
+    assert own.process is not None
+    pid, kind = own.process.pid, resource.RLIMIT_FSIZE
+    hard = resource.prlimit(pid, kind)[1]
+    resource.prlimit(pid, kind, (0, hard))
+    asked: list[tuple[str, str, Any]] = [
+        ("POST", S, {"name": "c"}),
+        ("POST", f"{S}/b/processes", {"argv": ["sleep", "4242"]}),
+        ("POST", f"{S}/b/run", {"argv": ["sleep", "4242"]}),
+        ("PATCH", f"{S}/b", {"name": "z"}),
+    ]
+    for method, path, body in asked:
+        answer = own.call(method, path, body)
+        assert (answer.status, answer.message[:38]) == (500, "the state directory cannot be written:")
+    assert own.call("GET", f"{S}/c").status == own.call("GET", f"{S}/z").status == 404
+    assert own.call("POST", f"{ending}/stdin?close=1", b"").status == 204
+    until("its end is seen", lambda: own.call("GET", ending).json.get("exit_code") == 0)
+    assert own.call("DELETE", f"{S}/a").status == 204
+    assert len(machines(own)) == 1
+
+    resource.prlimit(pid, kind, (hard, hard))
+    until("what nobody was told of is ended", lambda: own.run("b", "pgrep", "-f", "sleep 4242").exit_code == 1)
+    until("it can be written again", lambda: own.call("PATCH", f"{S}/b", {"name": "z"}).status == 200)
+    time.sleep(1.5)
+    own.kill()
+    own.start()
+    found = {one["name"]: one["state"] for one in own.call("GET", f"{S}").json["sandboxes"]}
+    assert found == {"a": "terminated", "z": "running"}
+    assert own.call("GET", ending).json["exit_code"] == 0
+
+
+def test_a_client_that_leaves_while_its_process_starts_leaves_none(other: Rig) -> None:
+    ref = other.create()
+    body = json.dumps({"argv": ["sleep", "4243"]}).encode()
+    for moment in range(20):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(other.socket))
+            head = f"POST {S}/{ref}/processes HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            sock.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            time.sleep(moment * 0.002)
+
+    def known() -> int:
+        return sum(one["state"] == "running" for one in other.call("GET", f"{S}/{ref}/processes").json["processes"])
+
+    def there() -> int:
+        return len(other.run(ref, "pgrep", "-x", "sleep").stdout.split())
+
+    until("what runs is what is known", lambda: there() == known())
