@@ -19,8 +19,9 @@ from sandboxd.vm.qmp import Answer, Decoder, Event, Fault, Greeting, Message, Qm
 
 CHUNK_BYTES = 64 * 1024
 COMMAND_S = 5.0
-EVENTS_PER_REST = 256  # after so many events the reader rests, for
+EVENTS_PER_REST = 256  # after so many messages, or reads, or CHEAP_BYTES for each, the reader rests, for
 REST_S = 0.05
+CHEAP_BYTES = 256
 _STOPPED_STATES = {"shutdown", "guest-panicked", "internal-error"}
 _STOP_EVENTS = {"SHUTDOWN", "GUEST_PANICKED"}
 
@@ -42,7 +43,7 @@ class Monitor:
         self._next_id = 0
         self._asked: set[int] = set()
         self._answers: dict[int, Answer | Fault] = {}
-        self._events = 0
+        self._work = 0
         self.stopped: str | None = None  # why the guest runs no more
         self.lost: str | None = None  # why nothing more is heard
 
@@ -123,9 +124,9 @@ class Monitor:
                 self._tell()
 
     async def _read(self) -> None:
-        if self._events >= EVENTS_PER_REST:
+        if self._work >= EVENTS_PER_REST:
             await anyio.sleep(REST_S)
-            self._events = 0
+            self._work = 0
         try:
             data = await self._stream.receive(CHUNK_BYTES)
             messages = self._decoder.feed(data)
@@ -135,6 +136,7 @@ class Monitor:
         except QmpError as error:
             self._lose(str(error))
             return
+        self._work += max(1, len(messages), len(data) // CHEAP_BYTES)
         for message in messages:
             self._take(message)
 
@@ -146,7 +148,6 @@ class Monitor:
                 if id in self._asked:
                     self._answers[id] = message
             case Event(name=name, reason=reason):
-                self._events += 1
                 if name in _STOP_EVENTS and self.stopped is None:
                     self.stopped = reason or name
 

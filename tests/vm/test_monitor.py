@@ -218,19 +218,34 @@ def test_a_command_without_an_answer_ends_and_a_late_answer_is_dropped(
     talk(path, speak, act)
 
 
-def test_a_flood_of_events_is_read_slowly(path: Path) -> None:
-    line = b'{"event": "BLOCK_IO_ERROR", "data": {}}\n'
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(b'{"event": "BLOCK_IO_ERROR", "data": {}}\n', id="events"),
+        pytest.param(b'{"return": {}, "id": 999999}\n', id="answers nobody asked for"),
+        pytest.param(b'{"return": [' + b"[]," * 4000 + b'0], "id": 999999}\n', id="large answers"),
+        pytest.param(GREETING, id="greetings"),
+        pytest.param(b"\n" * 40, id="empty lines"),
+    ],
+)
+def test_a_flood_is_read_slowly(path: Path, line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REST_S", 10)
+    taken = 0
 
     async def speak(peer: Peer) -> None:
+        nonlocal taken
         await peer.greet()
+        flood = line * (1 + 4096 // len(line))
         while True:
-            await peer.say(line * 100)
+            await peer.say(flood)
+            taken += len(flood)
 
     async def act() -> None:
         monitor = await Monitor.connect(path)
         before = time.process_time()
         with anyio.move_on_after(1.0):
             await monitor.wait_stopped()
+        assert taken < 640 << 10, "one portion, and what the socket holds"
         assert time.process_time() - before < 0.6, "two ends of the flood are in this process"
         assert monitor._answers == {}
         await monitor.close()
