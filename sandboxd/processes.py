@@ -306,16 +306,19 @@ class Processes:
         """After a restart: (kept processes attached again, processes whose end nobody saw)."""
         known_to_guest = {state.session for state in await guest.sessions()}
         mine = {process.record.session: process for process in self._known.values() if process.running}
-        for name, process in mine.items():
-            if name in known_to_guest:
-                self._tasks.start_soon(self._keep, guest, process, None)
-            else:
-                self._finish(process, LOST)
+        # First, because a guest that is gone meanwhile is asked for all of it again: no process is followed twice.
         for name in known_to_guest - mine.keys():
             # Its starter was never told of it, or its end was recorded and only the guest still remembers.
             with contextlib.suppress(GuestRefused):
                 await _signal_aside(guest, name, (0, 0), "KILL")
                 await guest.forget(name)
+        for name, process in mine.items():
+            if not process.running:
+                continue  # the sandbox was ended meanwhile
+            if name in known_to_guest:
+                self._tasks.start_soon(self._keep, guest, process, None)
+            else:
+                self._finish(process, LOST)
         taken = len(mine.keys() & known_to_guest)
         return taken, len(mine) - taken
 
