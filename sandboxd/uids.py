@@ -42,7 +42,9 @@ class Uids:
                 f"/etc/subuid gives uids from {base} on to {owner}; choose a free range with --uid-base"
             )
         self._base, self._locks = base, locks
-        locks.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for part in reversed((locks, *locks.parents)):
+            # Whatever the umask is: who could write above the locks could lead them elsewhere.
+            part.mkdir(mode=0o700 if part == locks else 0o755, exist_ok=True)
 
     def claim(self) -> Claim:
         taken = running_uids()

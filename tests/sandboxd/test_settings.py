@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from docopt import docopt
 
 from sandboxd import __main__ as program
 from sandboxd.adopt import lock
-from sandboxd.errors import SetupError, Unavailable
+from sandboxd.errors import Internal, SetupError, Unavailable
 from sandboxd.lifecycle import MOVES, IllegalMove, State, move
 from sandboxd.settings import default_socket, default_state_dir, read
 from sandboxd.store import Network, ProcessRecord, SandboxRecord, Store
@@ -138,6 +139,48 @@ def test_uids_are_claimed_once_and_given_back(tmp_path: Path) -> None:
     with pytest.raises(SetupError):
         Uids(0, tmp_path / "l", "")
     assert issubclass(Unavailable, Exception)
+
+
+def test_nobody_else_can_write_above_the_locks_of_uids(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        Uids(900_000, tmp_path / "run" / "uids", "")
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("run", "run/uids")] == [0o755, 0o700]
+
+
+def test_what_is_owed_is_written_once_there_is_room(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state.sqlite")
+    records = [
+        SandboxRecord(f"sbx_{n}", "", State.RUNNING, "i", 1, 1, 2, (), Network("none"), float(n), 3) for n in range(3)
+    ]
+    for record in records:
+        store.put(record)
+        store.put_process(ProcessRecord(record.id, 1, ("a",), False, "s", 2.5))
+    store._db.execute("PRAGMA query_only = ON")
+    with pytest.raises(Internal, match="cannot be written"):
+        store.put(replace(records[0], name="new"))
+    ended = replace(records[0], state=State.TERMINATED)
+    store.put_ended(ended)
+    done = ProcessRecord("sbx_0", 1, ("a",), False, "s", 2.5, 0)
+    store.put_ended_process(done)
+    store.put_ended_process(ProcessRecord("sbx_1", 1, ("a",), False, "s", 2.5, 0))
+    store.forget("sbx_1")
+    store.forget_process("sbx_2", 1)
+    store.catch_up()
+    assert store.sandboxes() == records
+    store._db.execute("PRAGMA query_only = OFF")
+    store.catch_up()
+    assert store.sandboxes() == [ended, records[2]]
+    assert (store.processes("sbx_0"), store.processes("sbx_2")) == ([done], [])
+    assert store._owed == {}
+
+
+def test_records_that_are_none_are_said(tmp_path: Path) -> None:
+    (tmp_path / "state.sqlite").write_bytes(b"no database" * 1000)
+    with pytest.raises(SetupError, match="cannot be used"):
+        Store(tmp_path / "state.sqlite")
 
 
 def test_the_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
