@@ -44,7 +44,7 @@ import anyio
 import anyio.abc
 import anyio.from_thread
 import anyio.to_thread
-from docopt import docopt
+from docopt import DocoptExit, docopt
 
 from sandboxd import settings as flags
 from sandboxd import unixpath
@@ -94,7 +94,12 @@ class Qemu:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script. Exits 1 with one line where the daemon cannot start."""
-    given = docopt(__doc__ or "", sys.argv[1:] if arguments is None else list(arguments), version=_version())
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        given = docopt(__doc__ or "", words, version=_version())
+    except DocoptExit:
+        print(f"sandboxd: not understood: {clean(' '.join(words))}; see sandboxd --help", file=sys.stderr)
+        sys.exit(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="sandboxd: %(message)s")
     faults: list[BaseException] = []
     try:

@@ -60,6 +60,8 @@ def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> 
 
 def socket_path(listen: str) -> Path:
     """The path of a unix:// address. Addresses of the network are refused: they need a token and TLS."""
+    if listen.startswith("/"):
+        raise SetupError(f"--listen {listen}: write unix://{listen}")
     scheme, separator, rest = listen.partition("://")
     if not separator or scheme != "unix":
         raise SetupError(f"--listen {listen}: TCP is not built yet; use unix:///path/to/{SOCKET}")

@@ -54,6 +54,7 @@ def daemon(short_tmp: Path) -> Iterator[Daemon]:
     with Daemon(short_tmp / "daemon") as running:
         yield running
     assert running.leftovers() == []
+    assert "Traceback" not in running.log.read_text(errors="replace"), running.log.read_text(errors="replace")
 
 
 @pytest.fixture(scope="session")

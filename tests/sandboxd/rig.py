@@ -96,6 +96,7 @@ class Rig:
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(20) == 0, self.log.read_text()
+        assert "Traceback" not in self.log.read_text(errors="replace"), self.log.read_text(errors="replace")
 
     def kill(self) -> None:
         assert self.process is not None

@@ -27,6 +27,7 @@ def flags(*arguments: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
+        (["--listen", "/tmp/x.sock"], "write unix:///tmp/x.sock"),
         (["--listen", "127.0.0.1:80"], "TCP is not built yet"), (["--listen", "tcp://x"], "TCP is not built yet"),
         (["--listen", "unix://relative"], "absolute"), (["--listen", "unix:///" + "x" * 103], "104"),
         (["--backend", "firecracker"], "not built yet"), (["--backend", "fake"], "auto or qemu"),
