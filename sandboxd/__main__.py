@@ -34,8 +34,9 @@ import signal
 import socket
 import stat
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,7 +44,7 @@ from pathlib import Path
 import anyio
 import anyio.abc
 import anyio.from_thread
-import anyio.to_thread
+import anyio.lowlevel
 from docopt import DocoptExit, docopt
 
 from sandboxd import settings as flags
@@ -191,14 +192,36 @@ async def _prepare(settings: Settings, chosen: Parts, assets: AssetsState, uids:
         assets.report(progress)
         show(progress)
 
-    found = await anyio.to_thread.run_sync(
-        chosen.prepare, settings.assets_dir, settings.build_dir, report, abandon_on_cancel=True
-    )
+    found = await _in_daemon_thread(lambda: chosen.prepare(settings.assets_dir, settings.build_dir, report))
     with ExitStack() as borrowed:
         uid = None if uids is None else borrowed.enter_context(closing(uids.claim())).uid
         log.info("backend %s", clean(await chosen.settle(found, uid)))
     assets.ready(found)
     log.info("ready")
+
+
+async def _in_daemon_thread(call: Callable[[], Assets]) -> Assets:
+    """`call` in a thread the interpreter does not wait for at its end, as it would for one of anyio's: a build can
+    last minutes, and a killed one leaves nothing."""
+    outcome: list[Assets | BaseException] = []
+    done = anyio.Event()
+    token = anyio.lowlevel.current_token()
+
+    def work() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as fault:
+            outcome.append(fault)
+        with suppress(anyio.RunFinishedError):
+            anyio.from_thread.run_sync(done.set, token=token)
+
+    threading.Thread(target=work, name="build", daemon=True).start()
+    await done.wait()
+    match outcome[0]:
+        case BaseException() as fault:
+            raise fault
+        case found:
+            return found
 
 
 def listen(path: Path) -> socket.socket:

@@ -165,6 +165,14 @@ def test_creates_wait_for_the_images_and_say_how_far_they_are(own: Rig) -> None:
     until("it is ready", lambda: own.call("POST", S, {}).status == 201)
 
 
+def test_a_daemon_that_is_told_to_stop_does_not_wait_for_its_images(own: Rig) -> None:
+    own.stop()
+    own.knob("prepare_s", "60")
+    own.start()
+    until("it is under way", lambda: "42 %" in own.call("POST", S, {}).message)
+    own.stop()
+
+
 # -- restarts
 
 
