@@ -7,7 +7,8 @@ bin=$(cd "$here/../../.venv/bin" && pwd)
 PATH="$bin:$PATH"
 repo=$1
 
-say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
+if [ -t 1 ]; then bold=$'\033[1m' plain=$'\033[0m'; else bold='' plain=''; fi
+say() { printf '\n%s%s%s\n' "$bold" "$*" "$plain"; }
 show() { printf '$ %s\n' "$*"; "$@"; }
 state_of() {   # everything of the user's that a run must not touch
     git -C "$repo" for-each-ref --format='%(refname) %(objectname)' refs/heads
