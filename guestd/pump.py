@@ -1,9 +1,9 @@
 """Moves bytes between one process and the connections that watch it; one thread per process does it all.
 
 The rules are `session`'s, the process is `process`'s; here is the poll loop. What a process may pile up in
-guestd is bounded: 64 KiB a stream ahead of the connection that started it, the rings of a kept one, 64 KiB
-and one frame of stdin. A connection that ends takes the process with it, everything it started included,
-unless the process is kept.
+guestd is bounded: 64 KiB a stream ahead of the connection that started it, the rings of a kept one, and of each
+connection 64 KiB and one frame of stdin. A connection that ends takes the process with it, everything it started
+included, unless the process is kept.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import select
 import termios
 import threading
 import time
+from collections import deque
 
 from guestd import protocol
 from guestd.session import Feed, Session
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from guestd.process import Process
 
 _READ_BYTES: Final = protocol.CHUNK_BYTES
-_STDIN_BYTES: Final = protocol.CHUNK_BYTES      # no more is read from connections while this much waits
+_STDIN_BYTES: Final = protocol.CHUNK_BYTES      # no more is read from a connection while this much of it waits
 _GONE: Final = select.POLLHUP | select.POLLERR | select.POLLRDHUP
 _OUT_OF_MEMORY: Final = b"sandbox: out of memory\n"
 
@@ -36,10 +37,10 @@ _OUT_OF_MEMORY: Final = b"sandbox: out of memory\n"
 class Link:
     """A connection in the loop: its socket, its place in the output, what is on its way out.
 
-    `received` are frames that came right behind the request.
+    `received` are frames that came right behind the request, `stdin_bytes` what waits for the process to read it.
     """
 
-    __slots__ = ("decoder", "feed", "gone", "out", "received", "sock")
+    __slots__ = ("decoder", "feed", "gone", "out", "received", "sock", "stdin_bytes")
 
     def __init__(self, sock: socket.socket, feed: Feed, received: bytes) -> None:
         self.sock = sock
@@ -48,6 +49,7 @@ class Link:
         self.decoder = protocol.FrameDecoder(protocol.TO_GUEST)
         self.out = memoryview(b"")
         self.gone = False
+        self.stdin_bytes = 0
 
     def flush(self) -> None:
         """Sends what the socket takes now."""
@@ -77,7 +79,7 @@ class Pump:
         self._incoming: list[Link] = []
         self._lock = threading.Lock()
         self._running = False
-        self._stdin = bytearray()
+        self._stdin: deque[tuple[Link, bytearray]] = deque()
         self._stdin_ended = False
         self._wake = -1
         if "E" not in process.outputs:
@@ -182,11 +184,11 @@ class Pump:
             return
         for kind, payload in frames:
             if kind == protocol.STDIN:
-                if not self._stdin_ended:
-                    self._stdin += payload
+                if payload and not self._stdin_ended:
+                    self._queue_stdin(link, payload)
             elif kind == protocol.STDIN_END:
                 if process.master_fd >= 0:
-                    self._stdin += process.end_of_file_character()
+                    self._queue_stdin(link, process.end_of_file_character())
                 else:
                     self._stdin_ended = True
             elif kind == protocol.SIGNAL:
@@ -199,20 +201,36 @@ class Pump:
 
     # ---- the process
 
+    def _queue_stdin(self, link: Link, data: bytes) -> None:
+        if self._stdin and self._stdin[-1][0] is link:
+            self._stdin[-1][1].extend(data)
+        else:
+            self._stdin.append((link, bytearray(data)))
+        link.stdin_bytes += len(data)
+
+    def _drop_stdin(self) -> None:
+        for link, _ in self._stdin:
+            link.stdin_bytes = 0
+        self._stdin.clear()
+
     def _write_stdin(self) -> None:
         process = self._process
         if process is None or process.stdin_fd < 0:
-            self._stdin.clear()
+            self._drop_stdin()
             return
         try:
             while self._stdin:
-                with memoryview(self._stdin) as waiting:
+                link, data = self._stdin[0]
+                with memoryview(data) as waiting:
                     written = os.write(process.stdin_fd, waiting[:_READ_BYTES])
-                del self._stdin[:written]
+                del data[:written]
+                link.stdin_bytes -= written
+                if not data:
+                    self._stdin.popleft()
         except BlockingIOError:
             return
         except OSError:             # it reads no more: the rest goes nowhere, as in any pipe
-            self._stdin.clear()
+            self._drop_stdin()
             process.close_stdin()
             return
         if self._stdin_ended:
@@ -280,14 +298,13 @@ class Pump:
         session, process = self.session, self._process
         poll = select.poll()
         links = {link.sock.fileno(): link for link in self._links}
-        taking = len(self._stdin) < _STDIN_BYTES
         blocked = False
         for fd, link in links.items():
             mask = select.POLLRDHUP
             if link.out:
                 mask |= select.POLLOUT
                 blocked = blocked or link.feed.pinned
-            if taking:
+            if link.stdin_bytes < _STDIN_BYTES:
                 mask |= select.POLLIN
             poll.register(fd, mask)
         masks: dict[int, int] = {}
@@ -324,7 +341,7 @@ class Pump:
                 if fd == process.stdin_fd and event & select.POLLOUT:
                     self._write_stdin()
                 elif fd == process.stdin_fd and fd not in process.outputs.values():
-                    self._stdin.clear()
+                    self._drop_stdin()
                     process.close_stdin()
                 for stream, output in process.outputs.items():
                     if fd == output and event & ~select.POLLOUT:

@@ -551,6 +551,34 @@ def test_signals_reach_a_kept_process_through_any_connection(guest: Guest) -> No
     guest.ask("forget", session="signalled")
 
 
+def test_stdin_that_waits_on_one_connection_holds_up_no_other(guest: Guest) -> None:
+    with guest.start("sleep", "60", keep=True, session="full") as full:
+        full.sock.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            for _ in range(1000):
+                full.send(protocol.encode_frame("i", b"x" * 65536))
+        full.sock.settimeout(60)
+        with guest.call("attach", session="full") as other:
+            assert other.answer().ok
+            time.sleep(0.2)
+            other.send(protocol.encode_frame("i", b"late\n"), protocol.encode_signal("TERM"))
+            assert other.outcome().code == 143
+    guest.ask("forget", session="full")
+
+
+def test_stdin_of_two_connections_arrives_in_the_order_it_was_sent(guest: Guest) -> None:
+    first = guest.start("sh", "-c", "sleep 0.5; cat", keep=True, session="two")
+    with guest.call("attach", session="two") as second:
+        assert second.answer().ok
+        first.send(protocol.encode_frame("i", b"a" * 65536 + b"b" * 30000))
+        time.sleep(0.1)
+        second.send(protocol.encode_frame("i", b"c" * 70000), protocol.encode_frame("e"))
+        got = second.outcome()
+        assert got.stdout == b"a" * 65536 + b"b" * 30000 + b"c" * 70000 and got.code == 0
+    first.sock.close()
+    guest.ask("forget", session="two")
+
+
 def test_kept_processes_are_counted(fresh_guest: Guest) -> None:
     for number in range(protocol.MAX_SESSIONS):
         fresh_guest.start("sleep", "60", keep=True, session=f"s{number}").sock.close()
