@@ -248,7 +248,9 @@ async def _attach(service: Service, request: Request) -> Switch:
     process = service.process(ref, pid)
 
     async def talk(client: Duplex) -> None:
-        await attach(process, client, lambda name: service.signal(ref, pid, name))
+        await attach(
+            process, client, lambda name: service.signal(ref, pid, name), lambda size: service.resize(ref, pid, size)
+        )
 
     return Switch(wire.STREAM_PROTOCOL.encode(), talk)
 

@@ -32,13 +32,17 @@ class Duplex(Protocol):
         ...
 
 
-async def attach(process: Process, client: Duplex, signal: Callable[[str], Awaitable[None]]) -> None:
+Signal = Callable[[str], Awaitable[None]]
+Resize = Callable[[bytes], Awaitable[None]]
+
+
+async def attach(process: Process, client: Duplex, signal: Signal, resize: Resize) -> None:
     """Returns when the process has ended and everything is told, or the client is gone or broke the
     framing."""
     async with anyio.create_task_group() as tasks:
 
         async def listen() -> None:
-            if await _listen(process, client, signal):
+            if await _listen(process, client, signal, resize):
                 await client.hung_up()
             tasks.cancel_scope.cancel()
 
@@ -67,7 +71,7 @@ def gap_notice(process: Process, chunk: Chunk) -> bytes:
     return b"sandbox: %d bytes of earlier %s are not kept any more\r\n" % (chunk.dropped, name.encode())
 
 
-async def _listen(process: Process, client: Duplex, signal: Callable[[str], Awaitable[None]]) -> bool:
+async def _listen(process: Process, client: Duplex, signal: Signal, resize: Resize) -> bool:
     """True at the end of the client's direction, False where it broke the framing."""
     decoder = protocol.FrameDecoder(protocol.TO_GUEST)
     while data := await client.receive():
@@ -83,7 +87,7 @@ async def _listen(process: Process, client: Duplex, signal: Callable[[str], Awai
                 elif kind == protocol.STDIN_END:
                     await process.end_stdin()
                 elif kind == protocol.RESIZE:
-                    await process.send(kind, payload)
+                    await resize(payload)
                 elif (name := protocol.decode_signal(payload)) is not None:
                     await signal(name)
     return True

@@ -216,12 +216,10 @@ class Guest:
         _, connection = await self._open(ANSWER_S, "exec", tail, **fields)
         return Session(connection)
 
-    async def attach(self, session: str, offset_o: int, offset_e: int, signal: str = "") -> Session:
-        """To a kept process. `signal` goes right behind the request: there the guest takes it even while stdin that
-        the process does not read waits in front of every other frame."""
-        tail = protocol.encode_signal(signal) if signal else b""
+    async def attach(self, session: str, offset_o: int, offset_e: int, frame: bytes = b"") -> Session:
+        """To a kept process. `frame` goes right behind the request."""
         offsets: dict[str, Any] = {"offset_o": offset_o, "offset_E": offset_e}
-        _, connection = await self._open(ANSWER_S, "attach", tail, session=session, **offsets)
+        _, connection = await self._open(ANSWER_S, "attach", frame, session=session, **offsets)
         return Session(connection)
 
     async def sessions(self) -> tuple[protocol.SessionState, ...]:

@@ -288,19 +288,15 @@ class Processes:
     async def signal(self, guest: Guest, pid: str, name: str) -> None:
         """Delivered even where the process does not read its stdin. None to a process that has ended."""
         process = self.get(pid)
-        if not process.running:
+        if await _past_stdin(guest, process, protocol.SIGNAL, name.encode()):
             return
-        with anyio.move_on_after(SIGNAL_WAIT_S) as waited:
-            await process.send(protocol.SIGNAL, name.encode())
-        if not waited.cancelled_caught:
-            return
-        if process.record.session:
-            offsets = process.spool.total("o"), process.spool.total("E")
-            await _signal_aside(guest, process.record.session, offsets, name)
-        elif name == "KILL":
-            process.kill_by_hanging_up()
-        else:
+        if name != "KILL":
             raise Conflict("the process does not read its stdin; only KILL reaches it")
+        process.kill_by_hanging_up()
+
+    async def resize(self, guest: Guest, pid: str, size: bytes) -> None:
+        """`size` is the frame's payload. Felt even where the process does not read its stdin."""
+        await _past_stdin(guest, self.get(pid), protocol.RESIZE, size)
 
     async def take_back(self, guest: Guest) -> tuple[int, int]:
         """After a restart: (kept processes attached again, processes whose end nobody saw)."""
@@ -310,7 +306,7 @@ class Processes:
         for name in known_to_guest - mine.keys():
             # Its starter was never told of it, or its end was recorded and only the guest still remembers.
             with contextlib.suppress(GuestRefused):
-                await _signal_aside(guest, name, (0, 0), "KILL")
+                await _send_aside(guest, name, (0, 0), protocol.SIGNAL, b"KILL")
                 await guest.forget(name)
         for name, process in mine.items():
             if not process.running:
@@ -415,11 +411,26 @@ class Processes:
                 pause = min(pause * 2, longest)
 
 
-async def _signal_aside(guest: Guest, name: str, offsets: tuple[int, int], signal: str) -> None:
-    """A signal on a connection of its own, past whatever stdin still waits on the first one."""
-    session = await guest.attach(name, *offsets, signal=signal)
+async def _past_stdin(guest: Guest, process: Process, kind: str, payload: bytes) -> bool:
+    """Sends a frame that does not wait for stdin. False: stdin is in its way, on the only connection a run has."""
+    if not process.running:
+        return True
+    with anyio.move_on_after(SIGNAL_WAIT_S) as waited:
+        await process.send(kind, payload)
+    if not waited.cancelled_caught:
+        return True
+    if not process.record.session:
+        return False
+    offsets = process.spool.total("o"), process.spool.total("E")
+    await _send_aside(guest, process.record.session, offsets, kind, payload)
+    return True
+
+
+async def _send_aside(guest: Guest, name: str, offsets: tuple[int, int], kind: str, payload: bytes) -> None:
+    """A frame on a connection of its own, past whatever stdin still waits on the first one."""
+    session = await guest.attach(name, *offsets, frame=protocol.encode_frame(kind, payload))
     try:
-        if signal == "KILL":
+        if (kind, payload) == (protocol.SIGNAL, b"KILL"):
             with anyio.move_on_after(KILL_GRACE_S), contextlib.suppress(GuestGone):
                 while frames := await session.receive():
                     if any(kind == protocol.EXIT for kind, _ in frames):

@@ -303,6 +303,12 @@ class Service:
             async with self._using(ref):
                 await live.processes.signal(live.guest, pid, name)
 
+    async def resize(self, ref: str, pid: str, size: bytes) -> None:
+        live = self._touched(ref)
+        if live.processes.get(pid).running:
+            async with self._using(ref):
+                await live.processes.resize(live.guest, pid, size)
+
     # -- files and the workspace
 
     async def read_file(self, ref: str, path: str) -> Held:

@@ -232,6 +232,21 @@ def test_a_signal_reaches_a_process_that_does_not_read_its_stdin(rig: Rig, box: 
     assert rig.output(process) == (b"", b"", 143)
 
 
+def test_signals_and_sizes_of_a_second_attach_do_not_wait_for_the_stdin_of_the_first(rig: Rig, box: str) -> None:
+    script = "stty raw -echo; trap 'stty size' WINCH; echo ready; while :; do sleep 0.1; done"
+    process = rig.start_process(box, "sh", "-c", script, tty=True, rows=24, cols=80)
+    with rig.attach(process) as first, rig.attach(process) as second:
+        assert second.frame() == (b"o", b"ready\n")
+        first.socket.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            for _ in range(100):
+                first.send(b"i", bytes(1 << 20))
+        second.send(b"r", bytes([0, 43, 0, 132]))
+        assert second.frame() == (b"o", b"43 132\n")
+        second.send(b"s", b"KILL")
+        assert second.rest()[2] == 137
+
+
 def test_c16_c34_the_same_output_however_often_it_is_asked_for(rig: Rig, box: str) -> None:
     process = rig.start_process(box, "sh", "-c", "read line; echo out $line; echo err >&2; exit 5")
     with rig.attach(process) as client:
