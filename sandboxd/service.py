@@ -55,6 +55,8 @@ TICK_S = 1.0
 EXIT_NOTICE_S = 0.3
 """How long a lost connection waits for the news that the whole machine is gone."""
 MAX_TERMINATED = 100
+MIN_FREE_MB = 256
+"""No sandbox is created with less free on the state directory's file system, unless its whole disk is smaller."""
 MESSAGE_CHARS = 500
 SIGNALS = ("INT", "TERM", "KILL", "HUP")
 
@@ -188,6 +190,7 @@ class Service:
     async def create(self, request: CreateRequest) -> SandboxRecord:
         spec = rules.resolve(request, self.policy)
         assets = self._assets.get()
+        self._require_room(spec.disk_mb)
         live = self._register(spec)
         record = live.record
         try:
@@ -545,6 +548,14 @@ class Service:
             live = await using.enter_async_context(self._using(ref))
             download = await ask(live.guest)
             return Held(download, using.pop_all())
+
+    def _require_room(self, disk_mb: int) -> None:
+        """Disks are sparse and may promise more than there is; on a host that is all but full a new one is of no
+        use to anybody."""
+        room = os.statvfs(self._places.state)
+        free_mb = room.f_bavail * room.f_frsize >> 20
+        if free_mb < min(disk_mb, MIN_FREE_MB):
+            raise Unavailable(f"the server's disk is full: {free_mb} MiB are free for a new sandbox")
 
     def _require_free(self, name: str) -> None:
         for live in self._sandboxes.values():

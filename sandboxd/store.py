@@ -112,6 +112,7 @@ class Store:
             raise SetupError(f"the state directory was written by another version (schema {version})")
         if version == 0:
             self._db.executescript(SCHEMA)
+            if version != VERSION:      # a write, which a full disk would refuse
             self._db.execute(f"PRAGMA user_version = {VERSION}")
 
     def close(self) -> None:

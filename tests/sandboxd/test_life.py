@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -126,6 +127,33 @@ def test_a_machine_that_ends_by_itself_is_shown_terminated_and_its_disk_is_kept(
     assert "\x1b" not in other.log.read_text()
     assert other.call("DELETE", f"{S}/{sandbox}").status == 204
     assert list((other.state / "disks").iterdir()) == []
+
+
+def test_121_a_full_host_refuses_creates_and_ends_nothing(place: Path) -> None:
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160m", "none", str(place)]).returncode:
+        pytest.skip("only root can mount a small file system")
+    try:
+        with Rig(place) as own:
+            for name in ("one", "two"):
+                own.create(name=name, disk_mb=64)
+            filler = place / "filler"
+            with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(1 << 16)):
+                    pass
+            for _ in range(20):
+                assert own.run("one", "true").exit_code == 0
+            assert own.call("POST", S, {"disk_mb": 64}).code == "unavailable"
+            assert own.call("DELETE", f"{S}/two").status == 204
+            assert own.run("one", "true").exit_code == 0
+            own.kill()
+            own.start()
+            assert [one["state"] for one in own.call("GET", S).json["sandboxes"]] == ["terminated", "running"]
+            until("it is taken back", lambda: own.run("one", "echo", "here").exit_code == 0)
+            filler.unlink()
+            own.create(name="three", disk_mb=64)
+            assert own.run("one", "echo", "here").stdout == b"here\n"
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def test_c30_c32_idle_and_lifetime(other: Rig) -> None:
