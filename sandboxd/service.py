@@ -123,6 +123,11 @@ class AssetsState:
             now = self._progress
             detail = f", {now.detail}" if now.detail else ""
             raise Unavailable(clean(f"sandboxd is getting ready: {now.phase}, {now.percent} %{detail}"))
+        files = (self._assets.kernel, self._assets.initramfs, self._assets.runtime, self._assets.image)
+        for path in files:
+            if not path.is_file():
+                log.error("%s is gone; a restart of sandboxd makes it again", path)
+                raise Conflict(f"the server's file {path.name} is gone; restarting sandboxd makes it again")
         return self._assets
 
 
@@ -555,7 +560,7 @@ class Service:
         room = os.statvfs(self._places.state)
         free_mb = room.f_bavail * room.f_frsize >> 20
         if free_mb < min(disk_mb, MIN_FREE_MB):
-            raise Unavailable(f"the server's disk is full: {free_mb} MiB are free for a new sandbox")
+            raise Conflict(f"the server's disk is full: {free_mb} MiB are free for a new sandbox")
 
     def _require_free(self, name: str) -> None:
         for live in self._sandboxes.values():

@@ -142,7 +142,7 @@ def test_121_a_full_host_refuses_creates_and_ends_nothing(place: Path) -> None:
                     pass
             for _ in range(20):
                 assert own.run("one", "true").exit_code == 0
-            assert own.call("POST", S, {"disk_mb": 64}).code == "unavailable"
+            assert own.call("POST", S, {"disk_mb": 64}).code == "conflict"
             assert own.call("DELETE", f"{S}/two").status == 204
             assert own.run("one", "true").exit_code == 0
             own.kill()
@@ -199,6 +199,20 @@ def test_a_daemon_that_is_told_to_stop_does_not_wait_for_its_images(own: Rig) ->
     own.start()
     until("it is under way", lambda: "42 %" in own.call("POST", S, {}).message)
     own.stop()
+
+
+@pytest.mark.parametrize("name", ["kernel", "initramfs", "runtime", "image"])
+def test_123_an_asset_that_was_deleted_is_named_with_the_way_back(own: Rig, name: str) -> None:
+    box = own.create(name="before")
+    (own.state / "assets" / name).unlink()
+    answer = own.call("POST", S, {})
+    assert (answer.status, answer.code) == (409, "conflict")
+    assert f"{name} is gone; restarting sandboxd" in answer.message and "/" not in answer.message
+    assert own.run(box, "echo", "goes on").stdout == b"goes on\n"
+    own.stop()
+    own.start()
+    own.create()
+    assert own.run(box, "true").exit_code == 0
 
 
 # -- restarts
