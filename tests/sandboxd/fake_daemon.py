@@ -47,7 +47,12 @@ class FakeMachine:
         return b"a line of the guest's \x1b[31mconsole\n"[-limit_bytes:]
 
     async def wait_exit(self) -> None:
-        await anyio.wait_readable(self._pidfd)
+        # Any number may wait: each on a descriptor of its own.
+        own = os.dup(self._pidfd)
+        try:
+            await anyio.wait_readable(own)
+        finally:
+            os.close(own)
 
     async def terminate(self) -> None:
         end(self._pid, self._pidfd)
