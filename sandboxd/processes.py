@@ -342,7 +342,9 @@ class Processes:
 
     def _enter(self, command: Command, session: str) -> Process:
         record = ProcessRecord(self._sandbox, self._next, command.argv, command.tty, session, time.time())
-        self._store.put_process(record)
+        # Whoever asked for a run hears of it in any case: on a full host work can still be looked at and brought back.
+        write = self._store.put_process if session else self._store.note_process
+        write(record)
         process = self._add(record)
         if len(self._known) > MAX_FINISHED:
             self._forget_oldest()
@@ -360,7 +362,7 @@ class Processes:
 
     def _finish(self, process: Process, code: int) -> None:
         process.end(code)
-        self._store.put_ended_process(process.record)
+        self._store.note_process(process.record)
 
     async def _abandon(self, guest: Guest, name: str) -> None:
         """Ends a kept process that nobody knows of; the guest may be about to start it only now."""
@@ -370,7 +372,7 @@ class Processes:
                 for pause in ABANDON_S:
                     await anyio.sleep(pause)
                     with contextlib.suppress(GuestGone, GuestRefused, GuestProtocolError):
-                        await _signal_aside(guest, name, (0, 0), "KILL")
+                        await _send_aside(guest, name, (0, 0), protocol.SIGNAL, b"KILL")
                         await guest.forget(name)
                         return
             finally:

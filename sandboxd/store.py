@@ -113,7 +113,7 @@ class Store:
         if version == 0:
             self._db.executescript(SCHEMA)
             if version != VERSION:      # a write, which a full disk would refuse
-            self._db.execute(f"PRAGMA user_version = {VERSION}")
+                self._db.execute(f"PRAGMA user_version = {VERSION}")
 
     def close(self) -> None:
         self._db.close()
@@ -142,8 +142,8 @@ class Store:
         """Raises `Internal` where it cannot be written."""
         self._write((record.sandbox, record.pid), _PUT_PROCESS, _process_row(record))
 
-    def put_ended_process(self, record: ProcessRecord) -> None:
-        """Of one that has ended: written now, or owed."""
+    def note_process(self, record: ProcessRecord) -> None:
+        """Of one that has ended, or whose starter waits for its end: written now, or owed."""
         self._write_or_owe((record.sandbox, record.pid), _PUT_PROCESS, _process_row(record))
 
     def forget_process(self, sandbox_id: str, pid: int) -> None:

@@ -456,13 +456,13 @@ def test_a_state_directory_that_takes_no_more_ends_nothing(own: Rig) -> None:
     asked: list[tuple[str, str, Any]] = [
         ("POST", S, {"name": "c"}),
         ("POST", f"{S}/b/processes", {"argv": ["sleep", "4242"]}),
-        ("POST", f"{S}/b/run", {"argv": ["sleep", "4242"]}),
         ("PATCH", f"{S}/b", {"name": "z"}),
     ]
     for method, path, body in asked:
         answer = own.call(method, path, body)
         assert (answer.status, answer.message[:38]) == (500, "the state directory cannot be written:")
     assert own.call("GET", f"{S}/c").status == own.call("GET", f"{S}/z").status == 404
+    assert own.run("b", "sh", "-c", "exit 3").exit_code == 3
     assert own.call("POST", f"{ending}/stdin?close=1", b"").status == 204
     until("its end is seen", lambda: own.call("GET", ending).json.get("exit_code") == 0)
     assert own.call("DELETE", f"{S}/a").status == 204
