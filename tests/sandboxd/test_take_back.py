@@ -24,7 +24,7 @@ class Leaving:
     async def sessions(self) -> tuple[protocol.SessionState, ...]:
         return tuple(protocol.SessionState(name, True, None, 0, 0) for name in ("mine", "stray"))
 
-    async def attach(self, session: str, *_: int, signal: str = "") -> Session:
+    async def attach(self, session: str, *_: int, frame: bytes = b"") -> Session:
         self.asked.append(session)
         raise GuestGone("gone")
 
