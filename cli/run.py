@@ -154,7 +154,7 @@ class _Run:
 
     def to_the_end(self) -> int:
         asked = self._plan
-        endpoint = context.choose(asked.context)
+        endpoint = context.choose(asked.context, context.STARTING_S)
         client = endpoint.client
         if endpoint.note:
             show.note(endpoint.note)

@@ -8,6 +8,7 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from cli.run import environment, plan
 from sandboxd.client import Client, Network, Process
 from sandboxd.errors import NotFound, SandboxError
 from tests.cli.person import Person
+from tests.cli.rawserver import RawServer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -172,14 +174,42 @@ def test_where_a_daemon_is_looked_for(uid: int, environ: dict[str, str], sockets
     assert context.local_sockets(uid, environ) == sockets
 
 
-def test_no_daemon_says_what_was_tried_and_how_to_start_one(tmp_path: Path) -> None:
+def test_no_daemon_says_how_to_start_one(tmp_path: Path) -> None:
     if Path(context.ROOT_SOCKET).exists():
         pytest.skip("a sandboxd of root's is running here")
     done = Person(tmp_path, tmp_path).run("list", SANDBOX_CONTEXT="")
     said = done.stderr.decode()
     assert done.returncode == 1
-    assert context.ROOT_SOCKET in said
-    assert "`sandboxd &`" in said
+    yours = "it" if os.geteuid() == 0 else "yours"
+    assert said == f"sandbox-cli: no sandboxd is running: start {yours} with 'sandboxd &'\n"
+
+
+ABSENT, DENIED = context.Refusal("No such file or directory", absent=True), context.Refusal("no", denied=True)
+HOW = "no sandboxd is running: start yours with 'sandboxd &'"
+
+
+@pytest.mark.parametrize(
+    ("own", "roots", "said"),
+    [
+        pytest.param(ABSENT, ABSENT, HOW, id="none at all"),
+        pytest.param(ABSENT, DENIED, f"{HOW}; root's is running, but only root may use it", id="root's for root alone"),
+        pytest.param(context.Refusal("w"), ABSENT, f"{HOW}; /own: w", id="one that is not to be used"),
+    ],
+)
+def test_what_is_said_when_no_socket_can_be_used(own: context.Refusal, roots: context.Refusal, said: str) -> None:
+    assert context.nobody([("/own", own), (context.ROOT_SOCKET, roots)], 5) == said
+
+
+def test_a_daemon_that_is_just_starting_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with pytest.raises(SandboxError, match="no sandboxd at"):
+        context.choose(f"unix://{path}", 0.15)
+    servers: list[RawServer] = []
+    timer = Timer(0.3, lambda: servers.append(RawServer(path, [[]])))
+    timer.start()
+    assert context.choose(f"unix://{path}", 20).client.path == str(path)
+    timer.join()
+    servers[0].close()
 
 
 class Listing(Client):
