@@ -15,6 +15,7 @@ Commands:
   kill SANDBOX...               end sandboxes and discard their disks
   doctor                        say what this machine and its sandboxd can do
   version                       print the version
+  help [COMMAND]                print this, or a command's usage
 
 `sandbox-cli COMMAND --help` says more. A command that ran something in a sandbox exits with its code; an
 error of its own is one line on stderr and exit code 1.
@@ -30,8 +31,8 @@ from importlib import import_module
 
 from docopt import DocoptExit, docopt
 
-from cli import show
-from sandboxd.errors import SandboxError
+from cli import show, wording
+from sandboxd.errors import ApiError, SandboxError
 from sandboxd.termsafe import clean
 
 COMMANDS = {
@@ -71,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:2], "--help"]
     try:
         top = docopt(str(__doc__), argv=argv, options_first=True)
     except DocoptExit:
@@ -88,7 +91,13 @@ def _run(argv: list[str]) -> int:
     except DocoptExit as error:
         later: Sequence[str] = getattr(module, "LATER", ())
         raise SandboxError(misuse(name, usage, rest, str(error), later)) from None
-    return int(module.main(args))
+    try:
+        return int(module.main(args))
+    except ApiError as error:
+        ref = args.get("SANDBOX")
+        if not isinstance(ref, str):
+            raise
+        raise SandboxError(wording.about(error.message, ref, args.get("--pid"))) from None
 
 
 def misuse(name: str, usage: str, argv: Sequence[str], fault: str, later: Sequence[str]) -> str:
@@ -107,6 +116,8 @@ def misuse(name: str, usage: str, argv: Sequence[str], fault: str, later: Sequen
         first = fault.splitlines()[0] if fault else ""
         if first and not first.startswith(("Warning:", "Usage:")):
             what = clean(first)
+        elif not ours and "SANDBOX" in usage:
+            what = "name a sandbox"
         elif "-- CMD" in usage and "--" not in argv:
             what = "the command goes after `--`"
         else:

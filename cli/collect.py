@@ -25,8 +25,9 @@ from cli import bringback, context, repository, session, show
 from cli.bringback import Received
 from cli.gather import BRANCH, Gathered, gather
 from cli.repository import Repository
-from sandboxd.client import Client
-from sandboxd.errors import Conflict, SandboxError
+from cli.session import Session
+from sandboxd.client import Client, Sandbox
+from sandboxd.errors import Conflict, NotFound, SandboxError
 from sandboxd.termsafe import clean
 
 SHORT = 12
@@ -36,8 +37,16 @@ def main(args: dict[str, Any]) -> int:
     config = Path(context.config_dir())
     record = session.load(config, args["SANDBOX"]) if session.SANDBOX_ID.fullmatch(args["SANDBOX"]) else None
     endpoint = context.choose(args["--context"] or (record.context if record else None))
-    sandbox = endpoint.client.get(args["SANDBOX"])
+    try:
+        sandbox = endpoint.client.get(args["SANDBOX"])
+    except NotFound:
+        if record and record.context == f"unix://{endpoint.client.path}":
+            session.forget(config, record.sandbox)
+        raise
     record = record or session.load(config, sandbox.id)
+    if sandbox.state == "terminated":
+        session.forget(config, sandbox.id)
+        raise SandboxError(ended(args["SANDBOX"], sandbox, record))
     if record is None:
         raise SandboxError(f"no run from this account put a repository into {clean(args['SANDBOX'])}")
     repo = repository.discover(Path(record.repo))
@@ -51,6 +60,14 @@ def main(args: dict[str, Any]) -> int:
         show.as_json(result(received))
     tell(gathered, received, record.base)
     return 0
+
+
+def ended(ref: str, sandbox: Sandbox, record: Session | None) -> str:
+    """Why nothing more comes of it, and where to look for what came. A record that is gone was done with."""
+    if record and not record.brought_back:
+        return f"{ref} has ended, and nothing had been brought back from it"
+    where = f"{bringback.REFS}/{record.branch if record else sandbox.name or sandbox.id}"
+    return f"{ref} has ended; what it brought back{'' if record else ', if anything,'} is {where}"
 
 
 def collect(
@@ -88,6 +105,8 @@ def tell(gathered: Gathered, received: Received | None, base: str) -> None:
     show.note(f"brought back {many} to {received.ref}")
     if received.replaced:
         show.note(f"it pointed to {received.replaced} before, which the new commits do not build on")
+        kept = shlex.quote(f"{received.ref.removeprefix(bringback.REFS + '/')}-before")
+        show.note(f"the former work is kept nowhere else: git branch {kept} {received.replaced}")
     show.note(f"review: git log {start}..{ref}")
     show.note(f"or: git diff {start} {ref}")
     show.note(f"merge: git merge {ref}")

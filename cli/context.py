@@ -2,15 +2,18 @@
 
 In: `--context`, else `SANDBOX_CONTEXT`, else `local`: the person's own socket, then root's. Out: an
 `Endpoint` with a `Client` for a socket that answered a connection and is served by the person or by root;
-or an error that says what was tried and how to start one.
+or an error that says why there is none and how to start one. A daemon that was started a moment ago can be
+waited for.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from cli import show
 from sandboxd import unixhttp
 from sandboxd.client import Client
 from sandboxd.errors import SandboxError
@@ -18,6 +21,9 @@ from sandboxd.termsafe import clean
 
 ROOT_SOCKET = "/run/sandboxd/sandboxd.sock"
 CONNECT_S = 10.0
+STARTING_S = 5.0
+SAY_AFTER_S = 1.0
+ASK_AGAIN_S = 0.1
 
 
 class Endpoint(NamedTuple):
@@ -26,6 +32,18 @@ class Endpoint(NamedTuple):
     name: str
     client: Client
     note: str
+
+
+class Refusal(NamedTuple):
+    """Why a socket cannot be used. `absent`: nothing answers there (yet); `denied`: not to us."""
+
+    why: str
+    absent: bool = False
+    denied: bool = False
+
+
+class _Nobody(SandboxError):
+    """No sandboxd answers, and one that is starting would."""
 
 
 def config_dir() -> str:
@@ -43,8 +61,24 @@ def local_sockets(uid: int, environ: Mapping[str, str]) -> list[str]:
     return [os.path.join(own, "sandboxd.sock"), ROOT_SOCKET]
 
 
-def choose(asked: str | None) -> Endpoint:
-    """Find the endpoint, without a request."""
+def choose(asked: str | None, patience_s: float = 0.0) -> Endpoint:
+    """Find the endpoint, without a request. A socket where nothing answers is asked again for `patience_s`."""
+    began = time.monotonic()
+    said = False
+    while True:
+        try:
+            return _choose(asked)
+        except _Nobody as nobody:
+            waited = time.monotonic() - began
+            if waited >= patience_s:
+                raise SandboxError(str(nobody)) from None
+        if waited >= SAY_AFTER_S and not said:
+            show.note("waiting for a sandboxd")
+            said = True
+        time.sleep(ASK_AGAIN_S)
+
+
+def _choose(asked: str | None) -> Endpoint:
     name = asked or os.environ.get("SANDBOX_CONTEXT") or "local"
     if name == "local":
         return _local()
@@ -53,31 +87,45 @@ def choose(asked: str | None) -> Endpoint:
             f"context {clean(name)}: this version knows `local` and `unix:///path/to/sandboxd.sock` only"
         )
     path = name.removeprefix("unix://")
-    if why := _refusal(path, by_name=True):
-        raise SandboxError(f"no sandboxd at {clean(path)}: {why}")
+    if no := _refusal(path, by_name=True):
+        kind = _Nobody if no.absent else SandboxError
+        raise kind(f"no sandboxd at {clean(path)}: {no.why}")
     return Endpoint(name, Client(path), "")
 
 
 def _local() -> Endpoint:
-    tried: list[str] = []
+    refused: list[tuple[str, Refusal]] = []
     for path in local_sockets(os.geteuid(), os.environ):
-        why = _refusal(path, by_name=False)
-        if not why:
-            note = f"using root's sandboxd at {path} ({tried[0]})" if tried else ""
+        no = _refusal(path, by_name=False)
+        if no is None:
+            note = f"using root's sandboxd at {path} ({refused[0][0]}: {refused[0][1].why})" if refused else ""
             return Endpoint("local", Client(path), note)
-        tried.append(f"{path}: {why}")
-    how = "`sandboxd &`" if os.geteuid() == 0 else "`sandboxd &` (or root's, which every command tries next)"
-    raise SandboxError(f"no sandboxd is running: {'; '.join(tried)}; start one with {how}")
+        refused.append((path, no))
+    kind = _Nobody if refused[0][1].absent else SandboxError
+    raise kind(nobody(refused, os.geteuid()))
 
 
-def _refusal(path: str, *, by_name: bool) -> str:
-    """Why this socket cannot be used; empty when it can. Root may name somebody else's socket."""
+def nobody(refused: Sequence[tuple[str, Refusal]], uid: int) -> str:
+    """What to say when none of the sockets can be used."""
+    parts = [f"no sandboxd is running: start {'it' if uid == 0 else 'yours'} with 'sandboxd &'"]
+    for path, no in refused:
+        if path == ROOT_SOCKET and no.denied:
+            parts.append("root's is running, but only root may use it")
+        elif not no.absent:
+            parts.append(f"{path}: {no.why}")
+    return "; ".join(parts)
+
+
+def _refusal(path: str, *, by_name: bool) -> Refusal | None:
+    """Root may name somebody else's socket."""
     try:
         with unixhttp.connect(path, CONNECT_S) as sock:
             served_by = unixhttp.peer_uid(sock)
     except OSError as fault:
-        return fault.strerror or str(fault)
+        why = fault.strerror or str(fault)
+        absent = isinstance(fault, FileNotFoundError | ConnectionRefusedError)
+        return Refusal(why, absent, isinstance(fault, PermissionError))
     own = os.geteuid()
     if served_by in (0, own) or (own == 0 and by_name):
-        return ""
-    return f"it is served by uid {served_by}, who is neither you nor root"
+        return None
+    return Refusal(f"it is served by uid {served_by}, who is neither you nor root")

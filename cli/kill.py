@@ -10,14 +10,25 @@ Options:
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from cli import context, show
+from cli import context, session, show, wording
+from sandboxd.errors import ApiError, SandboxError
+
+ENDED = "terminated"
 
 
 def main(args: dict[str, Any]) -> int:
     client = context.choose(args["--context"]).client
     for ref in args["SANDBOX"]:
-        client.delete(ref)
+        try:
+            sandbox = client.get(ref)
+            client.delete(sandbox.id)
+        except ApiError as error:
+            raise SandboxError(wording.about(error.message, ref)) from None
+        session.forget(Path(context.config_dir()), sandbox.id)
+        if sandbox.state == ENDED:
+            show.note(f"{ref} had already ended")
         show.line(ref)
     return 0

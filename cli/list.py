@@ -1,9 +1,10 @@
-"""List sandboxes, newest first, ended ones among them.
+"""List the sandboxes that have not ended, newest first.
 
 Usage:
   sandbox-cli list [--label=K=V]... [options]
 
 Options:
+  -a, --all      ended ones too, as long as sandboxd knows them
   --label=K=V    only those that have this label; may be given again, and all must match
   --context=C    which sandboxd: `local` or unix:///path
   --json         print the API's objects
@@ -22,6 +23,8 @@ HEAD = ("ID", "NAME", "STATE", "IMAGE", "NETWORK", "CREATED", "LABELS")
 
 def main(args: dict[str, Any]) -> int:
     found = context.choose(args["--context"]).client.sandboxes(args["--label"])
+    if not args["--all"]:
+        found = [one for one in found if one.state != "terminated"]
     if args["--json"]:
         show.as_json([show.sandbox(one) for one in found])
         return 0

@@ -4,6 +4,7 @@ Usage:
   sandbox-cli logs [options] SANDBOX
 
 Without --pid it is the first process that runs on a terminal, else the first that runs, else the first.
+Exits with 0 when the process has ended, whatever its own exit code.
 
 Options:
   --pid=N        which process

@@ -8,7 +8,8 @@ When it ends, everything it left there is committed and comes back to refs/sandb
 working tree is touched. The exit code is the command's; 1 if it was 0 and its commits could not come back.
 
 Options:
-  --name=NAME         the sandbox's name, and the one below refs/sandbox/ (default: the sandbox's id)
+  --name=NAME         the sandbox's name, and the one below refs/sandbox/ (default: the sandbox's id); a ref of an
+                      earlier run of that name is replaced, and how to keep its commits is printed
   --project=DIR       the repository to take (default: the one around the current directory)
   --no-workspace      take no repository
   --no-bring-back     bring nothing back (add --keep, or the commits go with the sandbox)
@@ -20,7 +21,8 @@ Options:
   --memory=MIB        memory in MiB
   --disk=MIB          disk in MiB
   --idle=SECONDS      end the sandbox after this long with no process and no request
-  --network=MODE      none, allowlist or open (default: the server's)
+  --network=MODE      none, allowlist or open (default: the server's); no more than the server's ceiling, which
+                      `doctor` prints: where it is none, only none works, and neither --allow nor --deny
   --allow=HOST        a name it may reach; may be given again
   --deny=HOST         a name it may not reach; may be given again
   --label=KV          K=V, for `list --label`; may be given again
@@ -44,13 +46,13 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NoReturn
 
-from cli import bringback, collect, context, repository, session, show, stream, terminal
+from cli import bringback, collect, context, repository, session, show, stream, terminal, wording
 from cli.gather import BRANCH
 from cli.repository import Repository
 from cli.session import Session
 from cli.status import Status
-from sandboxd.client import Client, Create, Process, Sandbox
-from sandboxd.errors import Conflict, NotFound, SandboxError, Unavailable
+from sandboxd.client import Capabilities, Client, Create, Process, Sandbox
+from sandboxd.errors import Conflict, InvalidRequest, NotFound, SandboxError, Unavailable
 from sandboxd.termsafe import clean
 
 LATER = (
@@ -79,13 +81,14 @@ class Plan:
 
     command: tuple[str, ...]
     create: Create
-    project: Path
+    project: Path | None
     workspace: bool
     bring_back: bool
     keep: bool
     detach: bool
     context: str | None
     json: bool
+    unset: tuple[str, ...] = ()
 
 
 def main(args: dict[str, Any]) -> int:
@@ -103,6 +106,7 @@ def plan(args: Mapping[str, Any], environ: Mapping[str, str], zone: str | None) 
     if mode is None and allow:
         mode = "allowlist"
     given = environment(args["--env"], environ)
+    unset = tuple(name for name in args["--env"] if "=" not in name and name not in environ)
     create = Create(
         name=args["--name"],
         image=args["--image"],
@@ -119,13 +123,14 @@ def plan(args: Mapping[str, Any], environ: Mapping[str, str], zone: str | None) 
     return Plan(
         command=tuple(args["CMD"]),
         create=create,
-        project=Path(args["--project"] or "."),
+        project=Path(args["--project"]) if args["--project"] else None,
         workspace=not args["--no-workspace"],
         bring_back=not args["--no-bring-back"],
         keep=args["--keep"],
         detach=args["--detach"],
         context=args["--context"],
         json=args["--json"],
+        unset=unset,
     )
 
 
@@ -151,22 +156,26 @@ class _Run:
         self._repo = _Workspace.of(asked) if asked.workspace else None
         self._keep = asked.keep
         self._sandbox_id = ""
+        self._ref = ""
 
     def to_the_end(self) -> int:
         asked = self._plan
-        endpoint = context.choose(asked.context)
+        endpoint = context.choose(asked.context, context.STARTING_S)
         client = endpoint.client
         if endpoint.note:
             show.note(endpoint.note)
-        if self._repo and not client.capabilities().capabilities.get("workspace_bundle"):
-            raise SandboxError("this sandboxd takes no repository: use --no-workspace, or another one")
+        if self._repo or wants_network(asked.create):
+            check_offer(client.capabilities(), asked.create, workspace=self._repo is not None)
         with Status() as status:
             if self._repo:
                 status.say("packing HEAD")
                 self._repo.pack()
             sandbox = create(client, asked.create, status)
         self._sandbox_id = sandbox.id
+        self._ref = asked.create.name or sandbox.id
         try:
+            for note in self._notes():
+                show.note(note)
             with Status() as status:
                 process = self._start(client, sandbox, status)
             if asked.detach:
@@ -176,6 +185,15 @@ class _Run:
             self._end(client)
             raise
         return self._leave(sandbox, process) if asked.detach else self._attached(client, process)
+
+    def _notes(self) -> Iterator[str]:
+        """What the person should know of a run that really happens."""
+        for name in self._plan.unset:
+            yield f"{name} is not set here: not passed on"
+        if self._repo:
+            yield from self._repo.notes
+        elif self._plan.workspace:
+            yield "not in a git repository: the sandbox's /workspace is empty"
 
     def _start(self, client: Client, sandbox: Sandbox, status: Status) -> Process:
         cwd = None
@@ -194,10 +212,11 @@ class _Run:
             show.as_json({"sandbox": sandbox.id, "pid": process.pid})
         else:
             show.line(sandbox.id)
-        show.note(f"attach: sandbox-cli attach {sandbox.id}")
+        show.note(f"what it writes: sandbox-cli logs {self._ref}")
+        show.note(f"attach: sandbox-cli attach {self._ref}")
         if self._repo and self._plan.bring_back:
-            show.note(f"bring its commits back: sandbox-cli bring-back {sandbox.id}")
-        show.note(f"end it: sandbox-cli kill {sandbox.id}")
+            show.note(f"bring its commits back: sandbox-cli bring-back {self._ref}")
+        show.note(f"end it: sandbox-cli kill {self._ref}")
         return 0
 
     def _attached(self, client: Client, process: Process) -> int:
@@ -208,7 +227,7 @@ class _Run:
             deliver = partial(client.signal, sandbox, process.pid)
             code = stream.follow(attachment, deliver, tty=process.tty, role=stream.Role.OWNED)
         except BaseException:
-            show.note(f"{sandbox} is left as it is; look at it with: sandbox-cli attach {sandbox}")
+            show.note(f"{self._ref} is left as it is; look at it with: sandbox-cli attach {self._ref}")
             self._hint_bring_back()
             raise
         if code is None or code < 0:
@@ -239,25 +258,25 @@ class _Run:
         self._keep = True
         for what in left:
             show.note(f"still only in the sandbox: {what}")
-        show.note(f"so {self._sandbox_id} is kept until it has been idle for its time; look: {self._look()}")
+        show.note(f"so {self._ref} is kept until it has been idle for its time; look: {self._look()}")
 
     def _look(self) -> str:
-        return f"sandbox-cli shell {self._sandbox_id}"
+        return f"sandbox-cli shell {self._ref}"
 
     def _hint_bring_back(self) -> None:
         if self._repo and self._plan.bring_back:
-            show.note(f"try again with: sandbox-cli bring-back {self._sandbox_id}")
+            show.note(f"try again with: sandbox-cli bring-back {self._ref}")
 
     def _end(self, client: Client) -> None:
         if self._keep:
-            show.note(f"{self._sandbox_id} is kept; end it with: sandbox-cli kill {self._sandbox_id}")
+            show.note(f"{self._ref} is kept; end it with: sandbox-cli kill {self._ref}")
             return
         try:
             client.delete(self._sandbox_id)
         except NotFound:
             pass
         except SandboxError as error:
-            show.note(f"{self._sandbox_id} could not be ended: {error}")
+            show.note(f"{self._ref} could not be ended: {error}")
             return
         if self._repo:
             self._repo.forget()
@@ -274,18 +293,20 @@ class _Workspace:
 
     @classmethod
     def of(cls, asked: Plan) -> _Workspace | None:
-        """None, with a note, outside a repository."""
-        repo = repository.discover(asked.project)
+        """None outside a repository, unless one was asked for."""
+        repo = repository.discover(asked.project or Path("."))
         if repo is None:
-            show.note("not in a git repository: the sandbox's /workspace is empty")
+            if asked.project is not None:
+                raise SandboxError(f"--project {clean(str(asked.project))}: not in a git repository")
             return None
         if asked.create.name is not None:
             bringback.check_name(asked.create.name)
-        if repo.dirty:
-            show.note("uncommitted changes stay here: the sandbox gets HEAD")
-        for note in repo.notes:
-            show.note(note)
         return cls(asked.create.name, repo)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        dirty = ("uncommitted changes stay here: the sandbox gets HEAD",) if self._repo.dirty else ()
+        return dirty + self._repo.notes
 
     def pack(self) -> None:
         self._bundle = bringback.bundle_head(self._repo)
@@ -324,6 +345,20 @@ class _Workspace:
             session.forget(Path(context.config_dir()), self._record.sandbox)
 
 
+def wants_network(asked: Create) -> bool:
+    return asked.network_mode not in (None, "none") or bool(asked.network_allow or asked.network_deny)
+
+
+def check_offer(offer: Capabilities, asked: Create, *, workspace: bool) -> None:
+    """Raises on what this server has not got."""
+    if workspace and not offer.capabilities.get("workspace_bundle"):
+        raise SandboxError("this sandboxd takes no repository: use --no-workspace, or another one")
+    if offer.network_ceiling == "none" and wants_network(asked):
+        raise SandboxError(
+            "network for sandboxes is not built yet in this version; every sandbox runs without one"
+        )
+
+
 def create(client: Client, asked: Create, status: Status) -> Sandbox:
     """A running sandbox; waits, with the server's progress shown, while the server gets ready."""
     started = heard = time.monotonic()
@@ -332,6 +367,8 @@ def create(client: Client, asked: Create, status: Status) -> Sandbox:
     while True:
         try:
             return client.create(asked)
+        except (InvalidRequest, Conflict) as error:
+            raise SandboxError(wording.of_create(error.message)) from None
         except Unavailable as error:
             now = time.monotonic()
             if error.message != said:

@@ -8,17 +8,19 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 from docopt import docopt
 
-from cli import context, process, show
+from cli import context, process, show, wording
 from cli.__main__ import ALIASES, COMMANDS, LATER, misuse
-from cli.run import environment, plan
-from sandboxd.client import Client, Network, Process
+from cli.run import check_offer, environment, plan
+from sandboxd.client import Capabilities, Client, Network, Process
 from sandboxd.errors import NotFound, SandboxError
 from tests.cli.person import Person
+from tests.cli.rawserver import RawServer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,13 +37,13 @@ SAID = [
     (("b\x1b[2Jogus\u202e",), "unknown command 'b [2Jogus'"),
     (("agent", "claude"), "agent is not built yet"),
     (("tunnel", "x", "80"), "tunnel is not built yet"),
-    (("kill",), "kill: an argument is missing"),
+    (("kill",), "kill: name a sandbox"),
     (("list", "extra"), "list: an argument is missing, too many"),
     (("list", "--bogus"), "list: unknown option --bogus"),
     (("list", "--label"), "list: --label requires argument"),
     (("exec", "box", "ls"), "exec: the command goes after `--`"),
     (("exec", "box", "--"), "exec: an argument is missing"),
-    (("exec", "--", "ls"), "exec: an argument is missing"),
+    (("exec", "--", "ls"), "exec: name a sandbox"),
     (("run", "ls"), "run: the command goes after `--`"),
     (("run", "-x", "--", "ls"), "run: unknown option -x"),
     (("run", "--name", "a", "--name", "b", "--", "ls"), "given twice"),
@@ -54,6 +56,8 @@ SAID = [
     (("run", "-e", "A B=1", "--", "ls"), "-e A B: not a variable's name"),
     (("run", "--label", "novalue", "--", "ls"), "--label novalue: it is KEY=VALUE"),
     (("run", "--context", "tcp://x:1", "--no-workspace", "--", "ls"), "context tcp://x:1: this version knows"),
+    (("help", "bogus"), "unknown command 'bogus'"),
+    (("run", "--project", "/proc", "--", "ls"), "--project /proc: not in a git repository"),
     (("list", "--context", "unix:///no/such"), "no sandboxd at /no/such: No such file or directory"),
 ]
 
@@ -86,6 +90,54 @@ def test_aliases_and_the_version(person: Person) -> None:
     assert person.run("--version").stdout == person.run("version").stdout
     assert person.run("version").stdout.startswith(b"sandbox-cli ")
     assert person.run("version", "--json").stdout.startswith(b'{\n  "version": ')
+
+
+def test_help_is_a_command_too(person: Person) -> None:
+    assert person.run("help").stdout == person.run("--help").stdout
+    assert person.run("help", "ls").stdout == person.run("list", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("memory_mb must be between 1 and 9, or 0 for the default", "--memory must be between 1 and 9 (MiB)"),
+        ("cpus must be between 0 and 8", "--cpus must be between 0 and 8"),
+        (
+            "a sandbox named tests exists",
+            "a sandbox named tests is running: choose another --name, or end it with: sandbox-cli kill tests",
+        ),
+        ("name must be short", "name must be short"),
+    ],
+)
+def test_a_refused_create_in_the_flags_language(message: str, said: str) -> None:
+    assert wording.of_create(message) == said
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("no such sandbox", "no such sandbox: typo; see sandbox-cli list"),
+        ("no such process", "no such process 9 in typo"),
+        ("the sandbox is terminated", "typo has ended"),
+        ("the sandbox has ended", "typo has ended"),
+        ("else", "else"),
+    ],
+)
+def test_an_error_names_what_the_person_named(message: str, said: str) -> None:
+    assert wording.about(message, "typo", "9") == said
+
+
+def offering(ceiling: str) -> Capabilities:
+    return Capabilities("1", "qemu", {"workspace_bundle": True}, {}, Network("none"), ceiling, ())
+
+
+@pytest.mark.parametrize("flag", ["--network=open", "--network=allowlist", "--allow=a", "--deny=a"])
+def test_a_network_where_the_server_has_none(flag: str) -> None:
+    asked = plan(parsed(flag, "--", "x"), {}, None).create
+    with pytest.raises(SandboxError, match="network for sandboxes is not built yet"):
+        check_offer(offering("none"), asked, workspace=True)
+    check_offer(offering("open"), asked, workspace=True)
+    check_offer(offering("none"), plan(parsed("--network=none", "--", "x"), {}, None).create, workspace=True)
 
 
 def parsed(*args: str) -> dict[str, Any]:
@@ -172,14 +224,42 @@ def test_where_a_daemon_is_looked_for(uid: int, environ: dict[str, str], sockets
     assert context.local_sockets(uid, environ) == sockets
 
 
-def test_no_daemon_says_what_was_tried_and_how_to_start_one(tmp_path: Path) -> None:
+def test_no_daemon_says_how_to_start_one(tmp_path: Path) -> None:
     if Path(context.ROOT_SOCKET).exists():
         pytest.skip("a sandboxd of root's is running here")
     done = Person(tmp_path, tmp_path).run("list", SANDBOX_CONTEXT="")
     said = done.stderr.decode()
     assert done.returncode == 1
-    assert context.ROOT_SOCKET in said
-    assert "`sandboxd &`" in said
+    yours = "it" if os.geteuid() == 0 else "yours"
+    assert said == f"sandbox-cli: no sandboxd is running: start {yours} with 'sandboxd &'\n"
+
+
+ABSENT, DENIED = context.Refusal("No such file or directory", absent=True), context.Refusal("no", denied=True)
+HOW = "no sandboxd is running: start yours with 'sandboxd &'"
+
+
+@pytest.mark.parametrize(
+    ("own", "roots", "said"),
+    [
+        pytest.param(ABSENT, ABSENT, HOW, id="none at all"),
+        pytest.param(ABSENT, DENIED, f"{HOW}; root's is running, but only root may use it", id="root's for root alone"),
+        pytest.param(context.Refusal("w"), ABSENT, f"{HOW}; /own: w", id="one that is not to be used"),
+    ],
+)
+def test_what_is_said_when_no_socket_can_be_used(own: context.Refusal, roots: context.Refusal, said: str) -> None:
+    assert context.nobody([("/own", own), (context.ROOT_SOCKET, roots)], 5) == said
+
+
+def test_a_daemon_that_is_just_starting_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with pytest.raises(SandboxError, match="no sandboxd at"):
+        context.choose(f"unix://{path}", 0.15)
+    servers: list[RawServer] = []
+    timer = Timer(0.3, lambda: servers.append(RawServer(path, [[]])))
+    timer.start()
+    assert context.choose(f"unix://{path}", 20).client.path == str(path)
+    timer.join()
+    servers[0].close()
 
 
 class Listing(Client):

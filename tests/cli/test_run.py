@@ -100,7 +100,7 @@ def test_outside_a_repository_and_without_one(person: Person, rig: Rig) -> None:
 def test_no_bring_back_and_keep(person: Person, project: Path, rig: Rig) -> None:
     done = run(person, "--no-bring-back", "--keep", "--name=kept", script="echo x > x")
     [ref] = alive(rig)
-    assert notes(done) == [f"{ref} is kept; end it with: sandbox-cli kill {ref}"]
+    assert notes(done) == ["kept is kept; end it with: sandbox-cli kill kept"]
     assert (refs(project), records(person)) == ([], [ref])
     later = person.run("bring-back", "kept", "--name=other", "--json")
     assert later.returncode == 0, later.stderr
@@ -108,9 +108,42 @@ def test_no_bring_back_and_keep(person: Person, project: Path, rig: Rig) -> None
     assert (result["ref"], result["commits"], result["replaced"]) == ("refs/sandbox/other", 1, None)
     again = person.run("bring-back", ref)
     assert "brought back 1 commit to refs/sandbox/kept" in notes(again)
-    person.run("kill", ref)
-    gone = person.run("bring-back", ref)
-    assert gone.returncode == 1
+    taken = run(person, "--name=kept", script="true")
+    assert notes(taken)[-1].startswith("a sandbox named kept is running: choose another --name")
+    assert person.run("kill", "kept").stdout == b"kept\n"
+    assert (records(person), ref in person.run("list").stdout.decode()) == ([], False)
+    assert ref in person.run("list", "-a").stdout.decode()
+    gone = person.run("bring-back", "kept")
+    assert (gone.returncode, notes(gone)) == (
+        1, ["kept has ended; what it brought back, if anything, is refs/sandbox/kept"]
+    )  # fmt: skip
+    assert notes(person.run("kill", "kept")) == ["kept had already ended"]
+    assert notes(person.run("exec", "kept", "--", "true")) == ["kept has ended"]
+
+
+def test_a_name_again_says_how_to_keep_the_former_work(person: Person, project: Path) -> None:
+    run(person, "--name=again", script="echo 1 > x")
+    former = git(project, "rev-parse", "refs/sandbox/again").strip()
+    done = run(person, "--name=again", "-e", "NOT_HERE", script="echo 2 > x")
+    assert notes(done)[0] == "NOT_HERE is not set here: not passed on"
+    assert f"the former work is kept nowhere else: git branch again-before {former}" in notes(done)
+
+
+def test_a_sandbox_that_ended_with_its_work(person: Person, rig: Rig) -> None:
+    run(person, "--keep", "--no-bring-back", "--name=lost", script="echo x > x")
+    [ref] = alive(rig)
+    Client(str(rig.socket)).delete(ref)
+    assert notes(person.run("bring-back", "lost")) == ["lost has ended, and nothing had been brought back from it"]
+    assert records(person) == []
+
+
+def test_what_makes_no_run_says_nothing_of_one(person: Person, rig: Rig) -> None:
+    for flags, said in [
+        (("--memory=1",), "--memory must be between "),
+        (("--network=open",), "network for sandboxes is not built yet in this version"),
+    ]:
+        [only] = notes(person.run("run", *flags, "--", "true"))
+        assert only.startswith(said)
 
 
 def test_detached(person: Person, project: Path, rig: Rig) -> None:
@@ -118,9 +151,10 @@ def test_detached(person: Person, project: Path, rig: Rig) -> None:
     [ref] = alive(rig)
     assert done.stdout.decode() == f"{ref}\n"
     assert notes(done) == [
-        f"attach: sandbox-cli attach {ref}",
-        f"bring its commits back: sandbox-cli bring-back {ref}",
-        f"end it: sandbox-cli kill {ref}",
+        "what it writes: sandbox-cli logs bg",
+        "attach: sandbox-cli attach bg",
+        "bring its commits back: sandbox-cli bring-back bg",
+        "end it: sandbox-cli kill bg",
     ]
     assert person.run("logs", "bg").stdout == b"finished\n"
     assert person.run("bring-back", "bg").returncode == 0
@@ -143,8 +177,8 @@ def test_work_that_cannot_come_back_keeps_its_sandbox(person: Person, project: P
     assert done.returncode == 1
     assert notes(done)[:3] == [
         "the commits could not be brought back: /workspace in the sandbox is no git repository any more",
-        f"try again with: sandbox-cli bring-back {ref}",
-        f"{ref} is kept; end it with: sandbox-cli kill {ref}",
+        "try again with: sandbox-cli bring-back bad",
+        "bad is kept; end it with: sandbox-cli kill bad",
     ]
     assert "no git repository" in json.loads(done.stderr.splitlines()[-1])["error"]
     assert person.run("bring-back", ref).returncode == 1
@@ -166,7 +200,7 @@ def test_what_would_be_lost_keeps_the_sandbox(person: Person, project: Path, rig
     [ref] = alive(rig)
     assert done.returncode == 0
     assert "still only in the sandbox: stashes: 1" in notes(done)
-    assert f"{ref} is kept; end it with: sandbox-cli kill {ref}" in notes(done)
+    assert "st is kept; end it with: sandbox-cli kill st" in notes(done)
     assert refs(project) == ["refs/sandbox/st"]
     person.run("kill", ref)
 

@@ -1,0 +1,44 @@
+"""A server's errors in the words of the command line.
+
+In: an error's message and what the person called things. Out: a message that names them, flags instead of fields,
+and says what to do. A message that is not known here passes as it is.
+"""
+
+from __future__ import annotations
+
+import re
+
+LIMITS = {
+    "cpus": ("--cpus", ""),
+    "memory_mb": ("--memory", " (MiB)"),
+    "disk_mb": ("--disk", " (MiB)"),
+    "idle_timeout_secs": ("--idle", " (seconds)"),
+}
+_LIMIT = re.compile(r"(\w+) (must be .*\d)(?:, or 0 for the default)?")
+_EXISTS = re.compile(r"a sandbox named (\S+) exists")
+NO_SANDBOX = "no such sandbox"
+NO_PROCESS = "no such process"
+ENDED = ("the sandbox is terminated", "the sandbox has ended")
+
+
+def about(message: str, ref: str, pid: str | None = None) -> str:
+    """For a request that named the sandbox `ref`, and perhaps a process of it."""
+    if message == NO_SANDBOX:
+        return f"no such sandbox: {ref}; see sandbox-cli list"
+    if message == NO_PROCESS and pid is not None:
+        return f"no such process {pid} in {ref}"
+    if message in ENDED:
+        return f"{ref} has ended"
+    return message
+
+
+def of_create(message: str) -> str:
+    """For a request to make a sandbox."""
+    if exists := _EXISTS.fullmatch(message):
+        name = exists[1]
+        return f"a sandbox named {name} is running: choose another --name, or end it with: sandbox-cli kill {name}"
+    limit = _LIMIT.fullmatch(message)
+    if limit and limit[1] in LIMITS:
+        flag, unit = LIMITS[limit[1]]
+        return f"{flag} {limit[2]}{unit}"
+    return message
