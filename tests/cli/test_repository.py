@@ -345,7 +345,7 @@ def test_directory_names_of_every_kind(name: str, world: World, tmp_path: Path) 
 
 
 @pytest.mark.timeout(120)
-def test_20000_files(place: Path, tmp_path: Path) -> None:
+def test_files(place: Path, tmp_path: Path) -> None:
     entries = b"".join(b"M 100644 inline d%d/f%d\ndata %d\n%d\n" % (n % 200, n, len(str(n)), n) for n in range(20_000))
     stream = b"commit refs/heads/main\ncommitter a <a@example.test> 1700000000 +0000\ndata 1\nx\n" + entries
     git(place, "fast-import", "--quiet", stdin=stream)

@@ -49,7 +49,7 @@ def test_eight_commands_at_once(daemon: Daemon, shared: Sandbox) -> None:
         assert list(pool.map(one, range(8))) == [f"{number}\n".encode() for number in range(8)]
 
 
-def test_64_mib_of_stdout_arrive_whole_through_attach(daemon: Daemon, shared: Sandbox) -> None:
+def test_mib_of_stdout_arrive_whole_through_attach(daemon: Daemon, shared: Sandbox) -> None:
     code = "import sys,hashlib;h=hashlib.sha256()\nb=bytes(range(256))*256\nfor i in range(1024):\n" \
            " c=i.to_bytes(4,'big')+b[4:];h.update(c);sys.stdout.buffer.write(c)\n" \
            "sys.stdout.flush();sys.stderr.write(h.hexdigest())"  # fmt: skip

@@ -303,7 +303,7 @@ def test_silly_terminal_sizes_are_400(rig: Rig, box: str, rows: int, cols: int) 
     assert rig.call("POST", f"{S}/{box}/processes", body).status == 400
 
 
-def test_95_arguments_arrive_as_given(rig: Rig, box: str) -> None:
+def test_arguments_arrive_as_given(rig: Rig, box: str) -> None:
     arguments = ["a b", "'\"$(x)`", "new\nline", "", "é\u4e2d\U0001f600", "\udcff\udc80", "--", "-n"]
     arguments += ["x" * 100_000, "y" * 100_000]
     ran = rig.run(box, "printf", "%s|", *arguments, env={"X": "a=b\nc"})
@@ -330,7 +330,7 @@ def test_output_of_any_size_is_base64_without_seams(rig: Rig, box: str, size: in
     assert ran.stdout == ran.stderr == data
 
 
-def test_86_a_background_child_does_not_hold_the_run(rig: Rig, box: str) -> None:
+def test_a_background_child_does_not_hold_the_run(rig: Rig, box: str) -> None:
     before = time.monotonic()
     assert rig.run(box, "sh", "-c", "sleep 20 & echo started").stdout == b"started\n"
     assert time.monotonic() - before < 3
@@ -341,7 +341,7 @@ def test_eight_at_once(rig: Rig, box: str) -> None:
     assert [rig.output(process)[0] for process in processes] == [b"%d\n" % n for n in range(8)]
 
 
-def test_43_not_root(rig: Rig, box: str) -> None:
+def test_not_root(rig: Rig, box: str) -> None:
     assert rig.run(box, "id", "-u").stdout == b"1001\n"
 
 

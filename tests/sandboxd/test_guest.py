@@ -89,7 +89,7 @@ def late(number: int, client: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("script", [split, glued, late], ids=["bytes apart", "in one piece", "closing, then silent"])
-def test_114_a_guest_that_is_slow_to_come_up(place: Path, script: Script) -> None:
+def test_a_guest_that_is_slow_to_come_up(place: Path, script: Script) -> None:
     stand_in = StandIn(place / "v", script)
     anyio.run(Guest(stand_in.path).wait_ready, 12)
 

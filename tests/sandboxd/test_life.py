@@ -49,7 +49,7 @@ def leftovers(rig: Rig) -> list[str]:
     return machines(rig) + [path.name for path in (rig.state / "sandboxes").iterdir()]
 
 
-def test_111_twenty_creates_of_one_name(other: Rig) -> None:
+def test_twenty_creates_of_one_name(other: Rig) -> None:
     with ThreadPoolExecutor(20) as pool:
         answers = list(pool.map(lambda _: other.call("POST", S, {"name": "foo"}), range(20)))
     assert sorted(answer.status for answer in answers) == [201] + [409] * 19
@@ -57,7 +57,7 @@ def test_111_twenty_creates_of_one_name(other: Rig) -> None:
     assert other.run("foo", "echo", "usable").stdout == b"usable\n"
 
 
-def test_112_delete_during_create(other: Rig) -> None:
+def test_delete_during_create(other: Rig) -> None:
     other.knob("boot_s", "0.15")
     with ThreadPoolExecutor(2) as pool:
         for moment in range(12):
@@ -71,7 +71,7 @@ def test_112_delete_during_create(other: Rig) -> None:
             assert leftovers(other) == []
 
 
-def test_112_a_client_that_leaves_during_its_create(other: Rig) -> None:
+def test_a_client_that_leaves_during_its_create(other: Rig) -> None:
     body = json.dumps({"name": "born"}).encode()
     for moment in range(8):
         # First before there is a machine, where it must never come to one; then anywhere, where it may just be done.
@@ -129,7 +129,7 @@ def test_a_machine_that_ends_by_itself_is_shown_terminated_and_its_disk_is_kept(
     assert list((other.state / "disks").iterdir()) == []
 
 
-def test_121_a_full_host_refuses_creates_and_ends_nothing(place: Path) -> None:
+def test_a_full_host_refuses_creates_and_ends_nothing(place: Path) -> None:
     if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160m", "none", str(place)]).returncode:
         pytest.skip("only root can mount a small file system")
     try:
@@ -202,7 +202,7 @@ def test_a_daemon_that_is_told_to_stop_does_not_wait_for_its_images(own: Rig) ->
 
 
 @pytest.mark.parametrize("name", ["kernel", "initramfs", "runtime", "image"])
-def test_123_an_asset_that_was_deleted_is_named_with_the_way_back(own: Rig, name: str) -> None:
+def test_an_asset_that_was_deleted_is_named_with_the_way_back(own: Rig, name: str) -> None:
     box = own.create(name="before")
     (own.state / "assets" / name).unlink()
     answer = own.call("POST", S, {})
@@ -218,7 +218,7 @@ def test_123_an_asset_that_was_deleted_is_named_with_the_way_back(own: Rig, name
 # -- restarts
 
 
-def test_109_killed_and_started_again_everything_goes_on(own: Rig) -> None:
+def test_killed_and_started_again_everything_goes_on(own: Rig) -> None:
     env = {"TOKEN": "s3cr3t-CANARY"}
     first = own.create(name="first", env=env, labels={"a": "b"}, idle_timeout_secs=77)
     second = own.create(name="second")
@@ -263,7 +263,7 @@ def _swallow(rig: Rig, path: str, body: Any) -> None:
         return
 
 
-def test_109_output_that_came_while_nobody_listened_is_filled_in_from_the_guest(own: Rig) -> None:
+def test_output_that_came_while_nobody_listened_is_filled_in_from_the_guest(own: Rig) -> None:
     sandbox = own.create()
     script = "echo before; while ! test -e /tmp/go; do sleep 0.02; done; seq 20000; echo err >&2; sleep 0.2"
     process = own.start_process(sandbox, "sh", "-c", script)
@@ -284,7 +284,7 @@ def _said(rig: Rig, process: str) -> bool:
     return b"YmVmb3JlCg" in line
 
 
-def test_109_a_create_that_never_finished_is_ended(own: Rig) -> None:
+def test_a_create_that_never_finished_is_ended(own: Rig) -> None:
     own.call("DELETE", f"{S}/{own.create()}")
     own.knob("boot_s", "0.2")
     with ThreadPoolExecutor(1) as pool:
@@ -300,7 +300,7 @@ def test_109_a_create_that_never_finished_is_ended(own: Rig) -> None:
     assert "its create never finished" in own.log.read_text()
 
 
-def test_109_machines_without_a_record_and_records_without_a_machine(own: Rig) -> None:
+def test_machines_without_a_record_and_records_without_a_machine(own: Rig) -> None:
     gone = own.create(name="gone")
     kept = own.create(name="kept")
     own.kill()
@@ -333,7 +333,7 @@ def test_a_daemon_that_stops_leaves_its_sandboxes_unless_told_otherwise(place: P
         assert leftovers(rig) == []
 
 
-def test_113_one_daemon_per_state_directory_and_per_socket(own: Rig) -> None:
+def test_one_daemon_per_state_directory_and_per_socket(own: Rig) -> None:
     def another(state: Path, path: Path) -> str:
         command = [sys.executable, "-m", "tests.sandboxd.fake_daemon", str(state), str(path)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
@@ -352,7 +352,7 @@ def test_113_one_daemon_per_state_directory_and_per_socket(own: Rig) -> None:
 # -- much output, slow readers
 
 
-def test_89_endless_output_with_a_reader_that_never_reads(other: Rig) -> None:
+def test_endless_output_with_a_reader_that_never_reads(other: Rig) -> None:
     sandbox = other.create()
     before = other.rss_kib()
     process = other.start_process(sandbox, "yes")
@@ -389,7 +389,7 @@ def test_a_replay_beyond_the_spool_starts_with_a_notice(other: Rig) -> None:
     assert len(out) + first["dropped"] == 100000004 and out.endswith(b"\0end\n") and code == 0
 
 
-def test_64_mib_pass_a_live_attach_whole(other: Rig) -> None:
+def test_mib_pass_a_live_attach_whole(other: Rig) -> None:
     sandbox = other.create()
     process = other.start_process(sandbox, "sh", "-c", "read go; head -c 90000000 /dev/zero; echo end >&2")
     before = other.rss_kib()
@@ -401,7 +401,7 @@ def test_64_mib_pass_a_live_attach_whole(other: Rig) -> None:
     assert other.rss_kib() - before < 16 << 10
 
 
-def test_91_descriptors_and_tasks_after_many_sessions(other: Rig) -> None:
+def test_descriptors_and_tasks_after_many_sessions(other: Rig) -> None:
     sandbox = other.create()
     process = other.start_process(sandbox, "cat")
     other.run(sandbox, "true")
