@@ -55,7 +55,7 @@ bench-check: setup assets ## compare the figures of `make bench` with the floors
 	$(PY) bench/check.py $(if $(SHORT),--factor 2)
 
 soak: setup apt-test sanitizers assets ## the tests with large counts; prints its seed
-	SOAK=1 $(PY) -m pytest -q
+	SOAK=1 $(PY) -m pytest -q -n 2 --dist worksteal --timeout 3600
 
 fuzz: apt-test ## fuzz what reads a guest's bytes, SECONDS each (default 60)
 	$(MAKE) -C native/vsock fuzz SECONDS=$(or $(SECONDS),60)
