@@ -71,10 +71,12 @@ def drive_without_python(path: Path) -> None:
     ("archive", "disk", "said"),
     [
         pytest.param(
-            no_modules, no_drive, "failed: open /modules: No such file or directory", id="an initramfs without modules"
+            no_modules, no_drive, "failed: open /modules: No such file or directory", id="an initramfs without modules",
+            marks=pytest.mark.soak,
         ),
         pytest.param(
-            garbage_module, no_drive, "failed: load module bad.ko: Exec format error", id="a module that is none"
+            garbage_module, no_drive, "failed: load module bad.ko: Exec format error", id="a module that is none",
+            marks=pytest.mark.soak,
         ),
         pytest.param(usual, no_drive, "failed: wait for /dev/vda: No such file or directory", id="no drive"),
         pytest.param(usual, garbage_drive, "failed: mount /root: Invalid argument", id="a drive of zeros"),

@@ -124,6 +124,7 @@ def test_repositories_of_other_kinds(daemon: Daemon, tmp_path: Path, prepare: Ca
     git(where, "fsck", "--strict", "--no-dangling")
 
 
+@pytest.mark.soak
 def test_twenty_thousand_files_go_in_and_one_change_comes_out(daemon: Daemon, tmp_path: Path) -> None:
     top = make_repository(tmp_path / "many")
     for number in range(20_000):
