@@ -22,9 +22,10 @@ endif
 export SANDBOX_TEST_ASSETS := $(ASSETS)
 
 APT := qemu-system-x86 bubblewrap mmdebstrap e2fsprogs erofs-utils lz4 xz-utils zstd \
-       gcc libc6-dev make pkg-config git ca-certificates python3 python3-venv python3-dev util-linux procps uidmap
+       gcc libc6-dev make pkg-config git ca-certificates python3 python3-venv python3-dev util-linux procps uidmap \
+       nftables iproute2 libseccomp2 libcap-dev
 # Sanitizer and fuzzing builds use clang; a user who only runs the demo does not need it.
-APT_TEST := $(APT) clang llvm libclang-rt-14-dev cpio openssh-client
+APT_TEST := $(APT) clang llvm libclang-rt-14-dev cpio openssh-client openssh-server curl
 
 CFLAGS_HARD := -std=c11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -D_FORTIFY_SOURCE=2
 LDFLAGS_HARD := -Wl,-z,relro,-z,now

@@ -52,7 +52,7 @@ from sandboxd.wire import CreateRequest, PatchRequest, ProcessRequest
 BOOT_S = 60.0
 """Until guestd answers. Under emulation on a busy machine a boot takes several seconds."""
 TICK_S = 1.0
-EXIT_NOTICE_S = 0.3
+EXIT_NOTICE_S = 1.0
 """How long a lost connection waits for the news that the whole machine is gone."""
 MAX_TERMINATED = 100
 MIN_FREE_MB = 256
@@ -256,9 +256,9 @@ class Service:
                 live.creating.cancel()
         elif live.record.state is not State.TERMINATED:
             self._tasks.start_soon(self._guarded, self._end, live, "request", False)
-        elif live.gone.is_set():
-            self._places.disk(live.record.id).unlink(missing_ok=True)
         await live.gone.wait()
+        # Kept where the machine had ended by itself, perhaps only while we waited.
+        self._places.disk(live.record.id).unlink(missing_ok=True)
 
     async def end_all(self) -> None:
         """For a daemon that was told to take its sandboxes along."""
@@ -537,10 +537,13 @@ class Service:
             log.warning("%s: %s", live.record.id, fault)
             raise Internal("the sandbox broke the protocol") from None
         except GuestGone as fault:
+            # The watcher may not have run yet: what counts is that the machine is gone, not what the record says.
+            ended = live.machine is None
             if live.machine is not None:
                 with anyio.move_on_after(EXIT_NOTICE_S):
                     await live.machine.wait_exit()
-            if live.machine is None or live.record.state is not State.RUNNING:
+                    ended = True
+            if ended or live.record.state is not State.RUNNING:
                 raise Conflict("the sandbox has ended") from None
             log.warning("%s: %s", live.record.id, fault)
             raise Internal("the sandbox does not answer") from None
