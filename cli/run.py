@@ -51,7 +51,7 @@ from cli.gather import BRANCH
 from cli.repository import Repository
 from cli.session import Session
 from cli.status import Status
-from sandboxd.client import Capabilities, Client, Create, Process, Sandbox
+from sandboxd.client import Capabilities, Client, Create, NetworkRequest, Process, Sandbox
 from sandboxd.errors import Conflict, InvalidRequest, NotFound, SandboxError, Unavailable
 from sandboxd.termsafe import clean
 
@@ -107,6 +107,8 @@ def plan(args: Mapping[str, Any], environ: Mapping[str, str], zone: str | None) 
         mode = "allowlist"
     given = environment(args["--env"], environ)
     unset = tuple(name for name in args["--env"] if "=" not in name and name not in environ)
+    wanted = NetworkRequest(MODES[mode] if mode else None, allow or None, deny or None)
+    network = wanted if wanted.body() else None
     create = Create(
         name=args["--name"],
         image=args["--image"],
@@ -116,9 +118,7 @@ def plan(args: Mapping[str, Any], environ: Mapping[str, str], zone: str | None) 
         idle_timeout_secs=_number("--idle", args["--idle"], int),
         env=IDENTITY | ({"TZ": zone} if zone else {}) | given,
         labels=_labels(args["--label"]),
-        network_mode=MODES[mode] if mode else None,
-        network_allow=allow or None,
-        network_deny=deny,
+        network=network,
     )
     return Plan(
         command=tuple(args["CMD"]),
@@ -346,7 +346,8 @@ class _Workspace:
 
 
 def wants_network(asked: Create) -> bool:
-    return asked.network_mode not in (None, "none") or bool(asked.network_allow or asked.network_deny)
+    wanted = asked.network
+    return wanted is not None and (wanted.mode not in (None, "none") or bool(wanted.allow or wanted.deny))
 
 
 def check_offer(offer: Capabilities, asked: Create, *, workspace: bool) -> None:

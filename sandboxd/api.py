@@ -375,6 +375,8 @@ HANDLERS: dict[str, Handler] = {
     "snapshot_schedule": _without("memory_snapshot"),
     "metrics": _without("metrics"),
     "events": _without("audit", of_sandbox=False),
+    "egress": _without("egress_allowlist"),
+    "event": _without("egress_allowlist", of_sandbox=False),
     "snapshots": _without("memory_snapshot", of_sandbox=False),
     "delete_snapshot": _without("memory_snapshot", of_sandbox=False),
     "create_volume": _without("volumes", of_sandbox=False),

@@ -55,6 +55,21 @@ class Network(NamedTuple):
     mode: str
     allow: tuple[str, ...] | None = None
     deny: tuple[str, ...] = ()
+    allow_tcp: tuple[str, ...] = ()
+
+
+class NetworkRequest(NamedTuple):
+    """What a network is asked to be. None is left to the server, `()` is an empty list; `allow_tcp` holds
+    `HOST:PORT`."""
+
+    mode: str | None = None
+    allow: tuple[str, ...] | None = None
+    deny: tuple[str, ...] | None = None
+    allow_tcp: tuple[str, ...] | None = None
+
+    def body(self) -> dict[str, Any]:
+        """As the wire names it."""
+        return {key: value for key, value in self._asdict().items() if value is not None}
 
 
 class Sandbox(NamedTuple):
@@ -106,6 +121,54 @@ class Capabilities(NamedTuple):
     network_default: Network
     network_ceiling: str
     network_may_allow: tuple[str, ...]
+    network_may_allow_tcp: tuple[str, ...] = ()
+
+
+class EgressName(NamedTuple):
+    """One name a sandbox asked for, and what was decided. `decision` is denied or allowed, `by` is what named it
+    (dns, tls, http, connect or address); the bytes are the sandbox's, in and out."""
+
+    id: str
+    name: str
+    port: int
+    decision: str
+    rule: str
+    by: str
+    count: int  # type: ignore[assignment]  # as the wire names it; hides tuple.count
+    connections: int
+    bytes_in: int
+    bytes_out: int
+    first_at: str
+    last_at: str
+
+
+class Egress(NamedTuple):
+    """A sandbox's network and what it was used for."""
+
+    mode: str
+    allow: tuple[str, ...] | None
+    deny: tuple[str, ...]
+    allow_tcp: tuple[str, ...]
+    names: tuple[EgressName, ...]
+
+
+class Event(NamedTuple):
+    """One decision about a name. `remedy` is the flag that would allow it, empty where nothing can: then `why` says
+    so."""
+
+    time: str
+    type: str
+    sandbox: str
+    id: str
+    name: str
+    port: int
+    rule: str
+    by: str
+    count: int  # type: ignore[assignment]  # as the wire names it; hides tuple.count
+    why: str
+    remedy: str
+    bytes_in: int
+    bytes_out: int
 
 
 class Entry(NamedTuple):
@@ -125,13 +188,10 @@ class Create(NamedTuple):
     idle_timeout_secs: int | None = None
     env: Mapping[str, str] | None = None
     labels: Mapping[str, str] | None = None
-    network_mode: str | None = None
-    network_allow: tuple[str, ...] | None = None
-    network_deny: tuple[str, ...] = ()
+    network: NetworkRequest | None = None
 
     def body(self) -> dict[str, Any]:
         """As the wire names it."""
-        network = {"mode": self.network_mode, "allow": self.network_allow, "deny": self.network_deny or None}
         asked: dict[str, Any] = {
             "name": self.name,
             "image": self.image,
@@ -141,7 +201,7 @@ class Create(NamedTuple):
             "idle_timeout_secs": self.idle_timeout_secs,
             "env": dict(self.env or {}) or None,
             "labels": dict(self.labels or {}) or None,
-            "network": {key: value for key, value in network.items() if value is not None} or None,
+            "network": None if self.network is None else self.network.body(),
         }
         return {key: value for key, value in asked.items() if value is not None}
 
@@ -245,6 +305,7 @@ class Client:
             network_default=_network(_object(network, "default")),
             network_ceiling=_text(network, "ceiling"),
             network_may_allow=_texts(network, "may_allow"),
+            network_may_allow_tcp=_texts(network, "may_allow_tcp"),
         )
 
     # Sandboxes
@@ -261,8 +322,52 @@ class Client:
     def get(self, ref: str) -> Sandbox:
         return _sandbox(self._json("GET", _at(ref)))
 
+    def update(
+        self,
+        ref: str,
+        *,
+        network: NetworkRequest | None = None,
+        name: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        idle_timeout_secs: int | None = None,
+    ) -> Sandbox:
+        """Changes what is given; all of it, or nothing where a part is refused. An empty name takes it away."""
+        asked: dict[str, Any] = {
+            "network": None if network is None else network.body(),
+            "name": name,
+            "labels": None if labels is None else dict(labels),
+            "idle_timeout_secs": idle_timeout_secs,
+        }
+        return _sandbox(self._json("PATCH", _at(ref), {key: v for key, v in asked.items() if v is not None}))
+
     def delete(self, ref: str) -> None:
         self._json("DELETE", _at(ref))
+
+    # Egress
+
+    def egress(self, ref: str) -> Egress:
+        """The network as it is and every name that was asked for; of an ended sandbox too."""
+        raw = self._json("GET", f"{_at(ref)}/egress")
+        return Egress(*_network(raw), tuple(map(_egress_name, _objects(raw, "names"))))
+
+    def event(self, event_id: str) -> Event:
+        """The decision that has this id."""
+        raw = self._json("GET", f"/v1/events/{_quote(event_id)}")
+        return Event(
+            time=_text(raw, "time"),
+            type=_text(raw, "type"),
+            sandbox=_text(raw, "sandbox"),
+            id=_text(raw, "id"),
+            name=_text(raw, "name"),
+            port=_number(raw, "port"),
+            rule=_text(raw, "rule"),
+            by=_text(raw, "by"),
+            count=_number(raw, "count"),
+            why=_text(raw, "why"),
+            remedy=_text(raw, "remedy"),
+            bytes_in=_number(raw, "bytes_in"),
+            bytes_out=_number(raw, "bytes_out"),
+        )
 
     # Processes
 
@@ -543,7 +648,24 @@ def _bytes(raw: Mapping[str, Any], name: str) -> bytes:
 
 def _network(raw: Mapping[str, Any]) -> Network:
     allow = None if raw.get("allow") is None else _texts(raw, "allow")
-    return Network(_text(raw, "mode"), allow, _texts(raw, "deny"))
+    return Network(_text(raw, "mode"), allow, _texts(raw, "deny"), _texts(raw, "allow_tcp"))
+
+
+def _egress_name(raw: Mapping[str, Any]) -> EgressName:
+    return EgressName(
+        id=_text(raw, "id"),
+        name=_text(raw, "name"),
+        port=_number(raw, "port"),
+        decision=_text(raw, "decision"),
+        rule=_text(raw, "rule"),
+        by=_text(raw, "by"),
+        count=_number(raw, "count"),
+        connections=_number(raw, "connections"),
+        bytes_in=_number(raw, "bytes_in"),
+        bytes_out=_number(raw, "bytes_out"),
+        first_at=_text(raw, "first_at"),
+        last_at=_text(raw, "last_at"),
+    )
 
 
 def _sandbox(raw: Mapping[str, Any]) -> Sandbox:

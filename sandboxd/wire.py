@@ -36,6 +36,7 @@ class NetworkRequest(Request, frozen=True, kw_only=True):
     mode: str | None = None
     allow: tuple[str, ...] | None = None
     deny: tuple[str, ...] | None = None
+    allow_tcp: tuple[str, ...] | None = None
 
 
 class BindRequest(Request, frozen=True, kw_only=True):
@@ -104,6 +105,7 @@ class Network(Answer, frozen=True, kw_only=True):
     mode: str
     allow: tuple[str, ...] | None
     deny: tuple[str, ...] = ()
+    allow_tcp: tuple[str, ...] = ()
 
 
 class Sandbox(Answer, frozen=True, kw_only=True):
@@ -154,6 +156,46 @@ class NetworkOffer(Answer, frozen=True, kw_only=True):
     default: Network
     ceiling: str
     may_allow: tuple[str, ...]
+    may_allow_tcp: tuple[str, ...] = ()
+
+
+class EgressName(Answer, frozen=True, kw_only=True):
+    """The bytes are the sandbox's, in and out."""
+
+    id: str
+    name: str
+    port: int
+    decision: str
+    rule: str
+    by: str
+    count: int
+    connections: int
+    bytes_in: int
+    bytes_out: int
+    first_at: str
+    last_at: str
+
+
+class Egress(Network, frozen=True, kw_only=True):
+    names: list[EgressName]
+
+
+class Event(Answer, frozen=True, kw_only=True):
+    """One decision about a name."""
+
+    time: str
+    type: str
+    sandbox: str
+    id: str
+    name: str
+    port: int
+    rule: str
+    by: str
+    count: int
+    why: str
+    remedy: str
+    bytes_in: int = 0
+    bytes_out: int = 0
 
 
 class Capabilities(Answer, frozen=True, kw_only=True):
@@ -260,6 +302,8 @@ ROUTES: tuple[Route, ...] = (
     Route("snapshot_schedule", "PUT", f"{S}/snapshot-schedule"),
     Route("metrics", "GET", f"{S}/metrics"),
     Route("events", "GET", f"{S}/events"),
+    Route("egress", "GET", f"{S}/egress"),
+    Route("event", "GET", "/v1/events/{ref}"),
     Route("snapshots", "GET", "/v1/snapshots"),
     Route("delete_snapshot", "DELETE", "/v1/snapshots/{ref}"),
     Route("create_volume", "POST", "/v1/volumes"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sandboxd import client, errors
-from sandboxd.client import BadAnswer, Client, Create, Frame, FrameDecoder, Unreachable, frame
+from sandboxd.client import BadAnswer, Client, Create, Frame, FrameDecoder, NetworkRequest, Unreachable, frame
 from tests.cli.rawserver import ReadRequest, Split, Step, serving
 
 SANDBOX = {
@@ -65,12 +65,20 @@ def test_an_empty_list_in_three_spellings(tmp_path: Path, body: Any) -> None:
     [
         pytest.param(Create(), {}, id="nothing asked"),
         pytest.param(
-            Create(name="n", cpus=0.5, memory_mb=256, env={"A": "b"}, network_mode="none"),
+            Create(name="n", cpus=0.5, memory_mb=256, env={"A": "b"}, network=NetworkRequest("none")),
             {"name": "n", "cpus": 0.5, "memory_mb": 256, "env": {"A": "b"}, "network": {"mode": "none"}},
             id="some",
         ),
-        pytest.param(Create(network_deny=("x",)), {"network": {"deny": ["x"]}}, id="deny alone keeps the mode"),
-        pytest.param(Create(network_allow=()), {"network": {"allow": []}}, id="an empty allow is not an absent one"),
+        pytest.param(
+            Create(network=NetworkRequest(deny=("x",))), {"network": {"deny": ["x"]}}, id="deny alone keeps the mode"
+        ),
+        pytest.param(
+            Create(network=NetworkRequest(allow=())), {"network": {"allow": []}},
+            id="an empty allow is not an absent one",
+        ),
+        pytest.param(
+            Create(network=NetworkRequest(allow_tcp=("h:22",))), {"network": {"allow_tcp": ["h:22"]}}, id="another port"
+        ),
     ],
 )
 def test_create_sends_what_was_asked_and_nothing_else(tmp_path: Path, asked: Create, body: dict[str, Any]) -> None:
@@ -252,8 +260,12 @@ def test_values_have_the_fields_of_the_wire() -> None:
     """The daemon's own types and these are two pieces of text that must agree."""
     wire = pytest.importorskip("sandboxd.wire")
     optional = {"lifetime_secs", "expires_at"}
-    pairs = ((client.Sandbox, wire.Sandbox), (client.Process, wire.Process), (client.Network, wire.Network))
+    pairs = (
+        (client.Sandbox, wire.Sandbox), (client.Process, wire.Process), (client.Network, wire.Network),
+        (client.NetworkRequest, wire.NetworkRequest), (client.EgressName, wire.EgressName),
+        (client.Egress, wire.Egress), (client.Event, wire.Event),
+    )  # fmt: skip
     for ours, theirs in pairs:
         assert set(ours._fields) == set(theirs.__struct_fields__) - optional
-    sent = set(Create(*["x"] * 6, {"a": "b"}, {"c": "d"}, "none", (), ("x",)).body())  # type: ignore[arg-type]
+    sent = set(Create(*["x"] * 6, {"a": "b"}, {"c": "d"}, NetworkRequest("none")).body())  # type: ignore[arg-type]
     assert sent <= set(wire.CreateRequest.__struct_fields__)
