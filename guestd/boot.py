@@ -2,14 +2,15 @@
 
 guest-init has started guestd on its own drive and mounted what a kernel needs. Here, once, the drives
 become the processes' root: the image below, the scratch drive above, in a mount namespace of their own in
-which guestd's drive does not exist. Names, clock and entropy come with the request; of its environment the
-values stay here.
+which guestd's drive does not exist. Names, clock, entropy, network and the host's files come with the request;
+of its environment the values stay here.
 
 A guestd that is restarted finds STATE and everything mounted: it ends what ran and makes the namespace again.
 """
 
 from __future__ import annotations
 
+import binascii
 import contextlib
 import fcntl
 import json
@@ -25,8 +26,8 @@ from guestd.place import BASE_ENV, GID, HOME, UID, WORKSPACE, Place
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from typing import Final
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any, Final
 
     from guestd.protocol import Request
 
@@ -76,6 +77,9 @@ def configure(request: Request) -> Place:
     _raise_loopback()
     _mount_root()
     _identify(request.hostname, request.machine_id)
+    _write_files(request.files)
+    if request.network is not None:
+        _connect(request.network)
     _make_cgroup()
     env = {**BASE_ENV, **_image_env(), **request.env}
     with open(os.open(STATE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as state:
@@ -160,6 +164,28 @@ def _identify(hostname: str, machine_id: str) -> None:
                 os.chown(f"/proc/self/fd/{fd}", UID, GID)
             finally:
                 os.close(fd)
+    finally:
+        os.close(root_fd)
+
+
+def _write_files(given: Sequence[Mapping[str, Any]]) -> None:
+    """What the host wants in the sandbox, root's own, beneath its root whatever links the image has."""
+    root_fd = os.open(_ROOT, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for file in given:
+            data = binascii.a2b_base64(file["data"])
+            files.replace(root_fd, file["path"], data, file["mode"], keep_mode=False)
+    finally:
+        os.close(root_fd)
+
+
+def _connect(network: Mapping[str, Any]) -> None:
+    from guestd import link  # a machine without a network does not wait for it
+
+    link.bring_up(network)
+    root_fd = os.open(_ROOT, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        files.replace(root_fd, "/etc/resolv.conf", link.resolv_conf(network["resolver"]))
     finally:
         os.close(root_fd)
 

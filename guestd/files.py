@@ -181,14 +181,17 @@ def open_directory(root_fd: int, path: str) -> int:
 class Replacement:
     """A file written beside the one it replaces, which takes its place when it is whole."""
 
-    def __init__(self, root_fd: int, path: str, size: int, mode: int = 0o644) -> None:
+    def __init__(
+        self, root_fd: int, path: str, size: int, mode: int = 0o644, *, keep_mode: bool = True
+    ) -> None:
         parent, self._name = _split(path)
         self._directory = open_directory(root_fd, parent)
         self._draft = f".{os.urandom(8).hex()}.partial"
         self.fd = -1
         try:
             # Special bits do not survive: what they promised was of the old content.
-            mode = self._present_mode(path) or mode
+            present = self._present_mode(path)
+            mode = (keep_mode and present) or mode
             self.fd = os.open(
                 self._draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600,
                 dir_fd=self._directory,
@@ -261,9 +264,9 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
             at += os.write(fd, left[at:])
 
 
-def replace(root_fd: int, path: str, content: bytes, mode: int = 0o644) -> None:
-    """Writes a whole file, as whoever the thread acts as."""
-    replacement = Replacement(root_fd, path, len(content), mode)
+def replace(root_fd: int, path: str, content: bytes, mode: int = 0o644, *, keep_mode: bool = True) -> None:
+    """Writes a whole file, as whoever the thread acts as; `keep_mode`: as the file it replaces had it."""
+    replacement = Replacement(root_fd, path, len(content), mode, keep_mode=keep_mode)
     try:
         write_all(replacement.fd, content)
         replacement.publish()

@@ -16,6 +16,10 @@ The host dials, the guest never does. One connection carries one request:
                              a second answer line
     dial                     raw bytes of a TCP connection both ways; half-close is passed on
 
+`configure` comes once, before any process. Its "network" is null, or {"address": "a.b.c.d/n", "gateway",
+"resolver", "mtu"} for the machine's one interface; its "files" are written as root: [{"path", "mode", "data"}],
+data in base64.
+
 The guest closes after `x`, which is there to be read although sending may fail by then. The host's end of
 stream, half-closed or whole, is a hang-up: it ends everything the process started, unless the process is
 kept; then it only detaches. So stdin ends with `e`, never with shutdown. Frames are taken in order: a
@@ -31,6 +35,7 @@ imports little, because it is loaded while a machine boots.
 
 from __future__ import annotations
 
+import binascii
 import json
 import re
 import struct
@@ -53,6 +58,8 @@ MAX_BUNDLE_BYTES: Final = 4 << 30       # bundle_in, bundle_out
 RING_BYTES: Final = 1 << 20             # output a kept process's streams remember, each
 MAX_SESSIONS: Final = 128               # kept processes, finished ones included
 MAX_PATH_BYTES: Final = 4095            # PATH_MAX without its NUL, linux/limits.h
+MAX_CONFIG_FILES: Final = 32            # files of `configure`
+MAX_CONFIG_BYTES: Final = 256 << 10     # of all of them together
 
 STDIN: Final = "i"
 STDIN_END: Final = "e"
@@ -167,6 +174,9 @@ _BRANCH: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 _SESSION: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _HOSTNAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _HEX: Final = re.compile(r"[0-9a-f]*")
+_OCTET: Final = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_IPV4: Final = re.compile(rf"{_OCTET}(?:\.{_OCTET}){{3}}")
+_SUBNET: Final = re.compile(rf"{_IPV4.pattern}/(?:3[01]|[12][0-9]|[89])")
 
 
 def _text(value: Any) -> bool:
@@ -214,6 +224,32 @@ def _hex(digits: int) -> Callable[[Any], bool]:
     return lambda value: type(value) is str and len(value) == digits and _HEX.fullmatch(value) is not None
 
 
+def _network(value: Any) -> bool:
+    return value is None or (
+        type(value) is dict and value.keys() == _NETWORK.keys()
+        and all(check(value[name]) for name, check in _NETWORK.items())
+    )
+
+
+def _config_files(value: Any) -> bool:
+    if type(value) not in (list, tuple) or len(value) > MAX_CONFIG_FILES:
+        return False
+    left = MAX_CONFIG_BYTES
+    for file in value:
+        if type(file) is not dict or file.keys() != {"path", "mode", "data"}:
+            return False
+        if not _path(file["path"]) or type(file["mode"]) is not int or not 0 <= file["mode"] <= 0o777:
+            return False
+        data = file["data"]
+        if type(data) is not str or len(data) > 4 * MAX_CONFIG_BYTES // 3 + 4:
+            return False
+        try:
+            left -= len(binascii.a2b_base64(data, strict_mode=True))
+        except (binascii.Error, ValueError):    # ValueError: not ASCII
+            return False
+    return left >= 0
+
+
 def branch_name(value: Any) -> bool:
     """Whether a name may be a branch, or the base of a bundle (hex digits pass too): API section 9."""
     return (
@@ -224,6 +260,12 @@ def branch_name(value: Any) -> bool:
 
 _OFFSET: Final = _whole(0, (1 << 53) - 1)
 _CELLS: Final = _whole(0, 65535)
+_NETWORK: Final[dict[str, Callable[[Any], bool]]] = {
+    "address": _matches(_SUBNET),
+    "gateway": _matches(_IPV4),
+    "resolver": _matches(_IPV4),
+    "mtu": _whole(576, 65535),          # RFC 791's least that every host takes
+}
 _REQUIRED: Final = True
 _OPTIONAL: Final = False
 
@@ -235,7 +277,8 @@ FIELDS: Final[dict[str, dict[str, tuple[Callable[[Any], bool], bool]]]] = {
         "time_ns": (_whole(0, (1 << 63) - 1), _REQUIRED),
         "entropy": (_hex(64), _REQUIRED),
         "env": (_env, _OPTIONAL),
-        "network": (lambda value: value is None, _OPTIONAL),
+        "network": (_network, _OPTIONAL),
+        "files": (_config_files, _OPTIONAL),
         "volumes": (lambda value: value == [], _OPTIONAL),
     },
     "exec": {
@@ -275,7 +318,7 @@ class Request:
     """
 
     __slots__ = (
-        "argv", "base", "branch", "cols", "cwd", "entropy", "env", "final", "hostname", "keep", "machine_id",
+        "argv", "base", "branch", "cols", "cwd", "entropy", "env", "files", "final", "hostname", "keep", "machine_id",
         "network", "offset_E", "offset_o", "op", "path", "port", "rows", "session", "size", "time_ns", "tty",
         "volumes",
     )
@@ -287,11 +330,12 @@ class Request:
     cwd: str
     entropy: str
     env: Mapping[str, str]
+    files: Sequence[Mapping[str, Any]]
     final: bool
     hostname: str
     keep: bool
     machine_id: str
-    network: None
+    network: Mapping[str, Any] | None
     offset_E: int  # noqa: N815 (named as the frame)
     offset_o: int
     path: str
@@ -337,7 +381,7 @@ class Request:
 
 
 _DEFAULTS: Final[dict[str, Any]] = {
-    "argv": (), "base": "", "branch": "", "cols": 0, "cwd": "", "entropy": "", "env": {}, "final": False,
+    "argv": (), "base": "", "branch": "", "cols": 0, "cwd": "", "entropy": "", "env": {}, "files": (), "final": False,
     "hostname": "", "keep": False, "machine_id": "", "network": None, "offset_E": 0, "offset_o": 0,
     "path": "", "port": 0, "rows": 0, "session": "", "size": 0, "time_ns": 0, "tty": False, "volumes": (),
 }

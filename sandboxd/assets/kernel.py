@@ -20,8 +20,8 @@ from sandboxd.assets.store import Bench, Recipe
 
 META_PACKAGE = "linux-image-cloud-amd64"
 
-# Block devices, the host's transport, the drives' file system, the sandbox's root.
-WANTED_MODULES = ("virtio_pci", "virtio_blk", "vmw_vsock_virtio_transport", "erofs", "overlay")
+# Block devices, the host's transport, the network, the drives' file system, the sandbox's root.
+WANTED_MODULES = ("virtio_pci", "virtio_blk", "vmw_vsock_virtio_transport", "virtio_net", "erofs", "overlay")
 
 # linux/module_signature.h: what a signed module ends with, behind a struct whose last word is the signature's length.
 SIGNATURE_MARK = b"~Module signature appended~\n"
@@ -45,7 +45,7 @@ def recipe(archive: Callable[[Bench], Archive]) -> Recipe:
         (out / "modules.cpio").write_bytes(modules_archive(modules, WANTED_MODULES))
 
     return Recipe(
-        name="kernel", version=2, files=("vmlinux", "modules.cpio"), resolve=resolve, build=build,
+        name="kernel", version=3, files=("vmlinux", "modules.cpio"), resolve=resolve, build=build,
         sources=(META_PACKAGE, *WANTED_MODULES),
     )
 

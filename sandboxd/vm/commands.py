@@ -1,8 +1,8 @@
 """What QEMU and sandbox-vsock are told: their arguments and their jails, as values to be read whole.
 
 In: a `MachineSpec` and the tools of this host. Out: lists and frozen descriptions; only `find_tools` looks at
-the machine. QEMU gets descriptors and no names: drives by -add-fd, the vsock device and the monitor by fd,
-the console as a ring buffer that is asked for over the monitor, so nothing a guest writes is stored on the
+the machine. QEMU gets descriptors and no names: drives by -add-fd, the vsock device, the monitor and the tap by
+fd, the console as a ring buffer that is asked for over the monitor, so nothing a guest writes is stored on the
 host. Kernel and initramfs are bound into the jail. Nothing of a sandbox's identity is on the kernel's command
 line.
 """
@@ -135,6 +135,12 @@ def argv(spec: MachineSpec, accelerator: Accelerator, fds: Descriptors) -> list[
             "-blockdev", f"driver=raw,node-name={node},{options},{file}",
             # A full host gives the guest an I/O error, not a machine that stands still.
             "-device", f"virtio-blk-pci,drive={node},werror=report,rerror=report",
+        ]  # fmt: skip
+    if spec.tap_fd is not None:
+        command += [
+            # Without the host kernel's vhost, which would read the guest's rings with the kernel's own rights.
+            "-netdev", f"tap,id=net0,fd={spec.tap_fd},vhost=off",
+            "-device", f"virtio-net-pci,netdev=net0,mac={spec.mac},romfile=",
         ]  # fmt: skip
     return command
 

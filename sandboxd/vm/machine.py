@@ -14,6 +14,7 @@ from typing import Protocol
 MAX_CPUS = 64
 MIN_MEMORY_MB = 64
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
+_MAC = re.compile(r"[0-9a-f][02468ace](:[0-9a-f]{2}){5}")  # of one interface, not of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class MachineSpec:
     `drives` come up as /dev/vda, /dev/vdb, … in order. `directory` exists, is 0700 and belongs to the daemon;
     the machine's sockets and record are made in it. `uid` is the uid and gid of the VMM where the daemon is
     root, and nobody else's; None where the daemon is an ordinary user and the VMM stays that user.
+    `tap_fd` is an open tap device, made with IFF_VNET_HDR, that becomes the guest's eth0 with the address `mac`;
+    None: no interface. It stays its maker's: the VMM gets a copy, and the maker closes the original afterwards.
     """
 
     id: str
@@ -41,6 +44,8 @@ class MachineSpec:
     drives: tuple[Drive, ...]
     directory: Path
     uid: int | None
+    tap_fd: int | None = None
+    mac: str = ""
 
     def __post_init__(self) -> None:
         if not is_name(self.id):
@@ -51,6 +56,10 @@ class MachineSpec:
             raise ValueError(f"memory_mb is {self.memory_mb}, less than {MIN_MEMORY_MB}")
         if self.uid is not None and self.uid < 1:
             raise ValueError("a VMM never runs as root")
+        if (self.tap_fd is None) != (self.mac == ""):
+            raise ValueError("an interface has a tap and a MAC address")
+        if self.mac and not _MAC.fullmatch(self.mac):
+            raise ValueError(f"not the MAC address of an interface: {self.mac!r}")
 
 
 def is_name(text: str) -> bool:

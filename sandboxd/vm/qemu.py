@@ -143,7 +143,8 @@ async def start(spec: MachineSpec, tools: Tools) -> QemuMachine:
             writable = [fd for fd, drive in zip(drives, spec.drives, strict=True) if not drive.read_only]
             largest = max((os.fstat(fd).st_size for fd in writable), default=0)
             prison = commands.vmm_jail(spec, tools, largest, _kvm_node(spec, tools.accelerator))
-            inherited = (*fds.drives, fds.vhost, fds.qmp)
+            tap = () if spec.tap_fd is None else (spec.tap_fd,)
+            inherited = (*fds.drives, fds.vhost, fds.qmp, *tap)
             starting.spawn(VMM, prison, commands.argv(spec, tools.accelerator, fds), inherited)
             # Our copies go now, so that each end of the pair sees when the other is gone.
             ours.close()

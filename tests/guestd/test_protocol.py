@@ -22,9 +22,18 @@ IDENTITY: dict[str, Any] = {
     "entropy": "00ff" * 16,
 }
 
+NETWORK: dict[str, Any] = {
+    "address": "172.16.0.2/30", "gateway": "172.16.0.1", "resolver": "172.16.0.1", "mtu": 1500,
+}
+FILE: dict[str, Any] = {"path": "/a", "mode": 0o600, "data": ""}
+
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ping": ("ping", {}),
     "configure": ("configure", {**IDENTITY, "env": {"TOKEN": "a=b\nc"}}),
+    "configure-everything": (
+        "configure",
+        {**IDENTITY, "network": NETWORK, "files": [{"path": "/etc/pip.conf", "mode": 0o644, "data": "W2dsb2JhbF0K"}]},
+    ),
     "exec-plain": ("exec", {"argv": ["true"]}),
     "exec-everything": (
         "exec",
@@ -163,9 +172,37 @@ BAD_REQUESTS: dict[str, bytes] = {
     "a short machine id": line(op="configure", **{**IDENTITY, "machine_id": "0"}),
     "entropy that is no hex": line(op="configure", **{**IDENTITY, "entropy": "z" * 64}),
     "a hostname with a dot": line(op="configure", **{**IDENTITY, "hostname": "a.b"}),
-    "a network": line(op="configure", **IDENTITY, network={}),
+    "an empty network": line(op="configure", **IDENTITY, network={}),
+    "a network with more": line(op="configure", **IDENTITY, network={**NETWORK, "search": "example.com"}),
+    **{
+        f"a network whose {name} is {value}": line(op="configure", **IDENTITY, network={**NETWORK, name: value})
+        for name, value in [
+            ("address", "172.16.0.2"), ("address", "172.16.0.2/33"), ("address", "172.16.0.2/0"),
+            ("address", "172.16.0.2/030"), ("address", "fd00::2/64"), ("gateway", "172.16.0.256"),
+            ("gateway", "172.16.0.01"), ("gateway", "172.16.1"), ("gateway", 1), ("resolver", "r.example"),
+            ("resolver", "172.16.0.1\nsearch x"), ("mtu", 575), ("mtu", 65536), ("mtu", "1500"), ("mtu", True),
+        ]
+    },
+    "files that are no list": line(op="configure", **IDENTITY, files={}),
+    "a file without data": line(op="configure", **IDENTITY, files=[{"path": "/a", "mode": 0}]),
+    "a file with an owner": line(op="configure", **IDENTITY, files=[{**FILE, "uid": 0}]),
+    "a file with a relative path": line(op="configure", **IDENTITY, files=[{**FILE, "path": "a"}]),
+    "a file on the way up": line(op="configure", **IDENTITY, files=[{**FILE, "path": "/etc/../a"}]),
+    "a file that runs as its owner": line(op="configure", **IDENTITY, files=[{**FILE, "mode": 0o4755}]),
+    "a file's mode as text": line(op="configure", **IDENTITY, files=[{**FILE, "mode": "644"}]),
+    "a file of no base64": line(op="configure", **IDENTITY, files=[{**FILE, "data": "a b="}]),
+    "a file of no ASCII": line(op="configure", **IDENTITY, files=[{**FILE, "data": "é"}]),
+    "a file of a number": line(op="configure", **IDENTITY, files=[{**FILE, "data": 7}]),
+    "33 files": line(op="configure", **IDENTITY, files=[FILE] * 33),
+    "files beyond 256 KiB": line(op="configure", **IDENTITY, files=[{**FILE, "data": "AAAA" * (43 << 10)}] * 2),
+    "a file beyond 256 KiB": line(op="configure", **IDENTITY, files=[{**FILE, "data": "AAAA" * (90 << 10)}]),
     "a volume": line(op="configure", **IDENTITY, volumes=["a"]),
 }
+
+
+def test_as_many_files_and_bytes_as_are_taken() -> None:
+    full = [{**FILE, "data": "AAAA" * ((256 << 10) // 3)}] + [FILE] * 31
+    assert len(Request("configure", **IDENTITY, files=full).files) == 32
 
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)

@@ -42,6 +42,7 @@ TOOLS = Tools(
     instance="i0",
     open_files=20000,
 )
+NET_SPEC = replace(SPEC, tap_fd=16, mac="06:00:ac:10:00:02")
 USER_SPEC = replace(SPEC, uid=None)
 USER_TOOLS = replace(TOOLS, jail=replace(TOOLS.jail, setpriv=None))
 KVM_TOOLS = replace(TOOLS, accelerator=Accelerator.KVM)
@@ -65,6 +66,7 @@ def text(arguments: list[str]) -> str:
     [
         ("qemu-tcg", commands.argv(SPEC, Accelerator.TCG, FDS)),
         ("qemu-kvm", commands.argv(SPEC, Accelerator.KVM, FDS)),
+        ("qemu-tcg-network", commands.argv(NET_SPEC, Accelerator.TCG, FDS)),
         ("sandbox-vsock", commands.device_argv(21, 22)),
         ("jail-qemu-root", jail.argv(commands.vmm_jail(SPEC, TOOLS, SIZE, None), 31, 32, ["-qemu"])),
         ("jail-qemu-root-kvm", jail.argv(commands.vmm_jail(SPEC, KVM_TOOLS, SIZE, Path("/s/kvm")), 31, 32, ["-qemu"])),
@@ -93,6 +95,11 @@ def test_qemu_is_given_no_path_of_the_host() -> None:
         assert f" {path} " not in words
 
 
+def test_a_machine_without_a_tap_has_no_network_device() -> None:
+    assert "net" not in " ".join(commands.argv(SPEC, Accelerator.TCG, FDS))
+    assert "virtio-net" in " ".join(commands.argv(NET_SPEC, Accelerator.TCG, FDS))
+
+
 def test_a_file_cannot_grow_beyond_the_larger_of_memory_and_drives() -> None:
     small, large = (commands.vmm_jail(SPEC, TOOLS, size, None).limits.file_size_bytes for size in (0, SIZE))
     assert (small, large) == (SPEC.memory_mb << 20, SIZE)
@@ -116,9 +123,14 @@ def test_a_mark_is_made_of_plain_names_alone(name: str) -> None:
         ({"memory_mb": 1}, "memory_mb"),
         ({"uid": 0}, "root"),
         ({"uid": -1}, "root"),
+        ({"tap_fd": 3}, "MAC"),
+        ({"mac": "06:00:ac:10:00:02"}, "tap"),
+        ({"tap_fd": 3, "mac": "01:00:5e:00:00:01"}, "of an interface"),
+        ({"tap_fd": 3, "mac": "06:00:ac:10:00:02,x=y"}, "of an interface"),
+        ({"tap_fd": 3, "mac": "06:00:AC:10:00:02"}, "of an interface"),
     ],
 )
-def test_a_spec_out_of_range_is_refused(change: dict[str, int], message: str) -> None:
+def test_a_spec_out_of_range_is_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(SPEC, **change)  # type: ignore[arg-type]
 
