@@ -1,0 +1,105 @@
+"""What really passes an interface: a packet socket in its namespace, read by a thread, packets kept as short facts."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import struct
+import threading
+from typing import NamedTuple
+
+from tests.world.spaces import Space
+
+ETH_P_ALL, ETH_P_IP, ETH_P_IPV6, ETH_P_ARP = 0x0003, 0x0800, 0x86DD, 0x0806     # linux/if_ether.h
+OUTGOING = 4        # linux/if_packet.h PACKET_OUTGOING
+KEPT = 200_000      # packets, after which only their number is kept
+
+
+class Packet(NamedTuple):
+    """A packet seen. `port` is the destination's; 0 where the protocol has none or it is not the first fragment."""
+
+    outgoing: bool
+    protocol: str
+    source: str
+    target: str
+    port: int
+
+
+class Capture:
+    """Sees an interface from its start to `close`; `outgoing` says what left by it."""
+
+    def __init__(self, space: Space, interface: str) -> None:
+        self.packets: list[Packet] = []
+        self.dropped = 0
+        self._socket = space.inside(lambda: _open(interface))
+        self._socket.settimeout(0.2)
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Capture:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._ending.set()
+        self._thread.join(5)
+        self._socket.close()
+
+    def outgoing(self, target: str | None = None, port: int | None = None) -> list[Packet]:
+        return [
+            packet for packet in list(self.packets)
+            if packet.outgoing and target in (None, packet.target) and port in (None, packet.port)
+        ]  # fmt: skip
+
+    def _read(self) -> None:
+        while True:
+            try:
+                frame, where = self._socket.recvfrom(128)
+            except TimeoutError:
+                if self._ending.is_set():
+                    return
+                continue
+            except OSError:
+                return
+            if len(self.packets) < KEPT:
+                self.packets.append(read(frame, where[2] == OUTGOING))
+            else:
+                self.dropped += 1
+
+
+def read(frame: bytes, outgoing: bool) -> Packet:
+    """The facts of one Ethernet frame."""
+    kind = int.from_bytes(frame[12:14], "big")
+    body = frame[14:]
+    with contextlib.suppress(struct.error, IndexError, ValueError):
+        if kind == ETH_P_IP:
+            fragment = int.from_bytes(body[6:8], "big") & 0x1FFF
+            at = (body[0] & 15) * 4
+            source, target = (str(ipaddress.IPv4Address(body[i : i + 4])) for i in (12, 16))
+            return Packet(outgoing, _name(body[9]), source, target, 0 if fragment else _port(body[9], body[at:]))
+        if kind == ETH_P_IPV6:
+            source, target = (str(ipaddress.IPv6Address(body[i : i + 16])) for i in (8, 24))
+            return Packet(outgoing, _name(body[6]), source, target, _port(body[6], body[40:]))
+        if kind == ETH_P_ARP:
+            source, target = (str(ipaddress.IPv4Address(body[i : i + 4])) for i in (14, 24))
+            return Packet(outgoing, "arp", source, target, 0)
+    return Packet(outgoing, f"ether-{kind:04x}", "", "", 0)
+
+
+def _open(interface: str) -> socket.socket:
+    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
+    made.setsockopt(socket.SOL_SOCKET, 33, 16 << 20)    # SO_RCVBUFFORCE: a burst must not be missed
+    made.bind((interface, ETH_P_ALL))
+    return made
+
+
+def _name(number: int) -> str:
+    return {1: "icmp", 6: "tcp", 17: "udp", 58: "icmp6"}.get(number, f"ip-{number}")
+
+
+def _port(protocol: int, payload: bytes) -> int:
+    return int.from_bytes(payload[2:4], "big") if protocol in (6, 17) and len(payload) >= 4 else 0
