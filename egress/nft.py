@@ -1,0 +1,40 @@
+"""Rule texts into the kernel, and counters out of it, with the program `nft`.
+
+In: a text and the name of a namespace. Out: nothing, or NftError with what nft said. Blocking: call from a
+thread. It runs inside the namespace only, and knows no rule itself.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+NAMESPACES = "/run/netns"
+TIMEOUT_S = 20.0
+
+
+class NftError(Exception):
+    """nft did not do it; the rules are what they were before."""
+
+
+def apply(text: str, namespace: str) -> None:
+    """All of `text` or nothing of it."""
+    _run(namespace, ["nft", "-f", "-"], text)
+
+
+def counters(namespace: str) -> dict[str, int]:
+    """Packets counted so far, by the names of the counters."""
+    listing = json.loads(_run(namespace, ["nft", "-j", "list", "counters"], ""))
+    found = [entry["counter"] for entry in listing["nftables"] if "counter" in entry]
+    return {counter["name"]: int(counter["packets"]) for counter in found}
+
+
+def _run(namespace: str, argv: list[str], text: str) -> str:
+    inside = ["nsenter", f"--net={NAMESPACES}/{namespace}", "--", *argv]
+    try:
+        done = subprocess.run(inside, input=text, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as fault:
+        raise NftError(f"nft in {namespace}: {fault}") from None
+    if done.returncode != 0:
+        raise NftError(f"nft in {namespace}: {done.stderr.strip() or f'exit {done.returncode}'}")
+    return done.stdout
