@@ -48,12 +48,16 @@ class Resolver:
         self._unanswered = self._threads = self._idle = 0
 
     def serve(self) -> None:
-        while request := self._egress.recv(REQUEST_BYTES):
+        while request := self._receive():
             id_, _, name = request.partition(b" ")
-            if not _is_id(id_):
-                continue
-            if refusal := self._take(id_, name):
+            if _is_id(id_) and (refusal := self._take(id_, name)):
                 self._answer([id_], refusal)
+
+    def _receive(self) -> bytes:
+        try:
+            return self._egress.recv(REQUEST_BYTES)
+        except ConnectionError:
+            return b""  # closed before it had read all answers
 
     def _take(self, id_: bytes, name: bytes) -> bytes:
         if wire_name(name) != name.decode("ascii", "replace"):
