@@ -2,16 +2,16 @@
 
 In: packets and TCP bytes as a guest sent them; all of them are hostile. Out: what to send back, or the one
 question to decide. The decision is made elsewhere. Queries are read here, byte by byte, because what dnslib
-accepts is more than a stub resolver ever sends (pointers in a question, records of any type); answers are
-written by dnslib, with the labels as they came, so the question goes back byte for byte (the mixed case that
-resolvers put into it too).
+accepts is more than a stub resolver ever sends (pointers in a question, records of any type). The records of
+the answers are dnslib's. The question goes back byte for byte, with the mixed case that resolvers put into it.
 
     query ── read ──┬── Ignore    silence: an answer, or nothing that can be answered
                     ├── Reply     an error that needs no decision
                     └── Question ── decided elsewhere ── write ── answer
 
 An answer has one question, at most one record and at most one OPT, so it fits into 512 bytes and is the same
-over UDP and TCP. RFC 1035 §4, RFC 2308 §5 (negative answers), RFC 4343 (case), RFC 6891 (EDNS).
+over UDP and TCP. Its records are made once, when the module is loaded: a guest that floods us with queries
+costs a copy of them each. RFC 1035 §4, RFC 2308 §5 (negative answers), RFC 4343 (case), RFC 6891 (EDNS).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 
-from dnslib import EDNS0, QTYPE, RCODE, RR, SOA, A, DNSHeader, DNSLabel, DNSQuestion, DNSRecord
+from dnslib import EDNS0, QTYPE, RCODE, RR, SOA, A, DNSBuffer, DNSLabel
 
 from egress.policy import wire_name
 
@@ -35,7 +35,7 @@ LONGEST_QUERY = 4096
 _HEADER = struct.Struct("!6H")
 _TAIL = struct.Struct("!2H")
 _RECORD = struct.Struct("!2HIH")
-_QR, _RD, _CD = 0x8000, 0x0100, 0x0010
+_QR, _RD, _RA, _CD = 0x8000, 0x0100, 0x0080, 0x0010
 _IN, _OPT = 1, 41
 _DO = 0x8000
 _BADVERS = 16
@@ -55,12 +55,17 @@ class Reply:
 class Question:
     name: str | None  # normal form; None: no host has such a name
     type: int
-    shown: str  # the name for a log: printable, bounded
     id: int
     flags: int
     labels: tuple[bytes, ...]
+    section: bytes  # as it came
     edns: bool
     dnssec_ok: bool
+
+    @property
+    def shown(self) -> str:
+        """The name for a log: printable, bounded."""
+        return str(DNSLabel(self.labels))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,8 @@ def read(packet: bytes) -> Ignore | Reply | Question:
     # A dot inside a label would read as two labels once they are joined.
     name = None if any(b"." in label for label in labels) else wire_name(b".".join(labels))
     edns, dnssec_ok = opt is not None, bool((opt or 0) & _DO)
-    question = Question(name, type_, str(DNSLabel(labels)), id_, flags, labels, edns, dnssec_ok)
+    section = packet[_HEADER.size : at + _TAIL.size]
+    question = Question(name, type_, id_, flags, labels, section, edns, dnssec_ok)
     if (opt or 0) >> 16 & 255:
         return Reply(_pack(question, _BADVERS))
     return question
@@ -129,11 +135,11 @@ def read(packet: bytes) -> Ignore | Reply | Question:
 def write(question: Question, outcome: Outcome) -> bytes:
     match outcome:
         case Address(address) if question.type == A_TYPE:
-            return _pack(question, RCODE.NOERROR, answer=address)
+            return _pack(question, RCODE.NOERROR, answer=_ADDRESS + bytes(map(int, address.split("."))))
         case Address() | Empty():
-            return _pack(question, RCODE.NOERROR, negative=True)
+            return _pack(question, RCODE.NOERROR, authority=_NEGATIVE)
         case NoSuchName():
-            return _pack(question, RCODE.NXDOMAIN, negative=True)
+            return _pack(question, RCODE.NXDOMAIN, authority=_NEGATIVE)
         case Failure():
             return _pack(question, RCODE.SERVFAIL)
 
@@ -216,20 +222,28 @@ def _bare(id_: int, flags: int, code: int) -> bytes:
     return _HEADER.pack(id_, _QR | flags & (0x7800 | _RD | _CD) | code, 0, 0, 0, 0)
 
 
-def _pack(question: Question, code: int, answer: str = "", negative: bool = False) -> bytes:
+def _pack(question: Question, code: int, answer: bytes = b"", authority: bytes = b"") -> bytes:
     # As a forwarder says it: recursion available (some clients try the next server else), not authoritative,
     # nothing verified.
-    header = DNSHeader(id=question.id, bitmap=_QR | 0x80 | question.flags & (_RD | _CD) | code & 15)
-    name = DNSLabel(question.labels)
-    record = DNSRecord(header, q=DNSQuestion(name, question.type, _IN))
-    if answer:
-        record.add_answer(RR(name, A_TYPE, ttl=TTL_S, rdata=A(answer)))
-    if negative:
-        # The root's, since it is above every name. The last figure is how long a "no" may be remembered.
-        soa = SOA(".", ".", (1, 3600, 600, 86400, NEGATIVE_TTL_S))
-        record.add_auth(RR(".", QTYPE.SOA, ttl=NEGATIVE_TTL_S, rdata=soa))
-    if question.edns:
-        flags = "do" if question.dnssec_ok else ""
-        record.add_ar(EDNS0(flags=flags, ext_rcode=code >> 4, udp_len=UDP_SIZE))
-    packed: bytes = record.pack()
-    return packed
+    flags = _QR | _RA | question.flags & (_RD | _CD) | code & 15
+    opt = _OPTS[code >> 4, question.dnssec_ok] if question.edns else b""
+    header = _HEADER.pack(question.id, flags, 1, bool(answer), bool(authority), question.edns)
+    return header + question.section + answer + authority + opt
+
+
+def _record(record: RR) -> bytes:
+    buffer = DNSBuffer()
+    record.pack(buffer)
+    return bytes(buffer.data)
+
+
+# Up to the address itself, of the name in the question (RFC 1035 §4.1.4).
+_ADDRESS = b"\xc0\x0c" + _record(RR(".", A_TYPE, ttl=TTL_S, rdata=A("0.0.0.0")))[1:-4]  # noqa: S104
+# The root's, since it is above every name. The last figure is how long a "no" may be remembered.
+_SOA = SOA(".", ".", (1, 3600, 600, 86400, NEGATIVE_TTL_S))
+_NEGATIVE = _record(RR(".", QTYPE.SOA, ttl=NEGATIVE_TTL_S, rdata=_SOA))
+_OPTS = {
+    (high, dnssec_ok): _record(EDNS0(flags="do" if dnssec_ok else "", ext_rcode=high, udp_len=UDP_SIZE))
+    for high in (0, _BADVERS >> 4)
+    for dnssec_ok in (False, True)
+}
