@@ -12,6 +12,9 @@ Commands:
   logs SANDBOX                  print what a process wrote, and follow it
   list, ls                      list sandboxes
   bring-back SANDBOX            bring the commits of a run's sandbox back again
+  update SANDBOX                change what a sandbox may reach, its name, its labels
+  egress SANDBOX                show which names a sandbox asked for, and what was decided
+  why ID                        explain one refusal, and print what would allow it
   kill SANDBOX...               end sandboxes and discard their disks
   doctor                        say what this machine and its sandboxd can do
   version                       print the version
@@ -39,19 +42,22 @@ COMMANDS = {
     "attach": "cli.attach",
     "bring-back": "cli.collect",
     "doctor": "cli.doctor",
+    "egress": "cli.egress",
     "exec": "cli.exec",
     "kill": "cli.kill",
     "list": "cli.list",
     "logs": "cli.logs",
     "run": "cli.run",
     "shell": "cli.shell",
+    "update": "cli.update",
     "version": "cli.version",
+    "why": "cli.why",
 }
 ALIASES = {"ls": "list"}
 LATER = (
     "agent", "agent-run", "context", "events", "gateway", "image", "job", "mirror", "org", "recover",
     "resume", "secret", "service", "snapshot", "snapshot-schedule", "ssh", "ssh-access", "ssh-key", "studio",
-    "suspend", "template", "tunnel", "update", "volume", "whoami",
+    "suspend", "template", "tunnel", "volume", "whoami",
 )  # fmt: skip
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141

@@ -1,7 +1,8 @@
 """Make a sandbox, run a command in it, bring its commits back.
 
 Usage:
-  sandbox-cli run [--allow=HOST]... [--deny=HOST]... [--env=KV]... [--label=KV]... [options] -- CMD...
+  sandbox-cli run [--allow=HOST]... [--deny=HOST]... [--allow-tcp=HOST:PORT]... [--env=KV]... [--label=KV]...
+                  [options] -- CMD...
 
 Inside a git repository HEAD goes in as a bundle and is checked out in /workspace, where the command starts.
 When it ends, everything it left there is committed and comes back to refs/sandbox/NAME; no branch, index or
@@ -22,9 +23,13 @@ Options:
   --disk=MIB          disk in MiB
   --idle=SECONDS      end the sandbox after this long with no process and no request
   --network=MODE      none, allowlist or open (default: the server's); no more than the server's ceiling, which
-                      `doctor` prints: where it is none, only none works, and neither --allow nor --deny
-  --allow=HOST        a name it may reach; may be given again
-  --deny=HOST         a name it may not reach; may be given again
+                      `doctor` prints: where it is none, only none works
+  --allow=HOST        a name it may reach on ports 80 and 443, beside those the server allows by itself; `*.HOST` for
+                      all names below one; may be given again
+  --allow-tcp=HOST:PORT
+                      a name it may reach on another port, such as github.com:22; may be given again
+  --deny=HOST         a name it may not reach, whatever is allowed; may be given again
+  --no-baseline       only the names given here, none of the server's own
   --label=KV          K=V, for `list --label`; may be given again
   --context=C         which sandboxd: `local` or unix:///path
   --json              print the result as an object: on stdout with --detach, else last on stderr
@@ -46,21 +51,19 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NoReturn
 
-from cli import bringback, collect, context, repository, session, show, stream, terminal, wording
+from cli import bringback, collect, context, network, repository, session, show, stream, terminal, wording
 from cli.gather import BRANCH
 from cli.repository import Repository
 from cli.session import Session
 from cli.status import Status
-from sandboxd.client import Capabilities, Client, Create, NetworkRequest, Process, Sandbox
-from sandboxd.errors import Conflict, InvalidRequest, NotFound, SandboxError, Unavailable
+from sandboxd.client import Capabilities, Client, Create, Process, Sandbox
+from sandboxd.errors import Conflict, InvalidRequest, NotFound, Refused, SandboxError, Unavailable
 from sandboxd.termsafe import clean
 
 LATER = (
-    "--allow-tcp", "--bind", "--bind-read-only", "--checkpoint-every", "--config", "--fallback",
-    "--from-snapshot", "--git", "--no-baseline", "--no-persist-auth", "--profile", "--snapshot-every",
-    "--snapshot-keep", "--template", "--volume",
+    "--bind", "--bind-read-only", "--checkpoint-every", "--config", "--fallback", "--from-snapshot", "--git",
+    "--no-persist-auth", "--profile", "--snapshot-every", "--snapshot-keep", "--template", "--volume",
 )  # fmt: skip
-MODES = {"none": "none", "allowlist": "allowlist", "open": "open", "default": "open"}
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ZONE = re.compile(r"[A-Za-z0-9_+-]+(?:/[A-Za-z0-9_+-]+)*")
 IDENTITY = {
@@ -81,6 +84,7 @@ class Plan:
 
     command: tuple[str, ...]
     create: Create
+    network: network.Wanted
     project: Path | None
     workspace: bool
     bring_back: bool
@@ -99,16 +103,8 @@ def main(args: dict[str, Any]) -> int:
 
 def plan(args: Mapping[str, Any], environ: Mapping[str, str], zone: str | None) -> Plan:
     """From arguments to a plan; raises on what can be seen to be wrong from here."""
-    mode = args["--network"]
-    if mode is not None and mode not in MODES:
-        raise SandboxError(f"--network {clean(mode)}: it is none, allowlist or open")
-    allow, deny = tuple(args["--allow"]), tuple(args["--deny"])
-    if mode is None and allow:
-        mode = "allowlist"
     given = environment(args["--env"], environ)
     unset = tuple(name for name in args["--env"] if "=" not in name and name not in environ)
-    wanted = NetworkRequest(MODES[mode] if mode else None, allow or None, deny or None)
-    network = wanted if wanted.body() else None
     create = Create(
         name=args["--name"],
         image=args["--image"],
@@ -118,11 +114,11 @@ def plan(args: Mapping[str, Any], environ: Mapping[str, str], zone: str | None) 
         idle_timeout_secs=_number("--idle", args["--idle"], int),
         env=IDENTITY | ({"TZ": zone} if zone else {}) | given,
         labels=_labels(args["--label"]),
-        network=network,
     )
     return Plan(
         command=tuple(args["CMD"]),
         create=create,
+        network=network.wanted(args),
         project=Path(args["--project"]) if args["--project"] else None,
         workspace=not args["--no-workspace"],
         bring_back=not args["--no-bring-back"],
@@ -164,13 +160,16 @@ class _Run:
         client = endpoint.client
         if endpoint.note:
             show.note(endpoint.note)
-        if self._repo or wants_network(asked.create):
-            check_offer(client.capabilities(), asked.create, workspace=self._repo is not None)
+        wanted = asked.create
+        if self._repo or not asked.network.nothing:
+            offer = client.capabilities()
+            check_offer(offer, workspace=self._repo is not None)
+            wanted = wanted._replace(network=network.of_run(asked.network, offer))
         with Status() as status:
             if self._repo:
                 status.say("packing HEAD")
                 self._repo.pack()
-            sandbox = create(client, asked.create, status)
+            sandbox = create(client, wanted, status)
         self._sandbox_id = sandbox.id
         self._ref = asked.create.name or sandbox.id
         try:
@@ -345,19 +344,10 @@ class _Workspace:
             session.forget(Path(context.config_dir()), self._record.sandbox)
 
 
-def wants_network(asked: Create) -> bool:
-    wanted = asked.network
-    return wanted is not None and (wanted.mode not in (None, "none") or bool(wanted.allow or wanted.deny))
-
-
-def check_offer(offer: Capabilities, asked: Create, *, workspace: bool) -> None:
+def check_offer(offer: Capabilities, *, workspace: bool) -> None:
     """Raises on what this server has not got."""
     if workspace and not offer.capabilities.get("workspace_bundle"):
         raise SandboxError("this sandboxd takes no repository: use --no-workspace, or another one")
-    if offer.network_ceiling == "none" and wants_network(asked):
-        raise SandboxError(
-            "network for sandboxes is not built yet in this version; every sandbox runs without one"
-        )
 
 
 def create(client: Client, asked: Create, status: Status) -> Sandbox:
@@ -368,7 +358,7 @@ def create(client: Client, asked: Create, status: Status) -> Sandbox:
     while True:
         try:
             return client.create(asked)
-        except (InvalidRequest, Conflict) as error:
+        except (InvalidRequest, Conflict, Refused) as error:
             raise SandboxError(wording.of_create(error.message)) from None
         except Unavailable as error:
             now = time.monotonic()

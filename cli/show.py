@@ -61,7 +61,7 @@ def network(value: Network) -> str:
     """`none`, or the mode with how many names it allows."""
     if value.mode != "allowlist":
         return value.mode
-    return f"allowlist ({len(value.allow or ())})"
+    return f"allowlist ({len(value.allow or ()) + len(value.allow_tcp)})"
 
 
 def labels(value: Mapping[str, str]) -> str:

@@ -16,6 +16,13 @@ LIMITS = {
 }
 _LIMIT = re.compile(r"(\w+) (must be .*\d)(?:, or 0 for the default)?")
 _EXISTS = re.compile(r"a sandbox named (\S+) exists")
+FIELDS = {
+    "network.mode": "--network",
+    "network.allow": "--allow",
+    "network.allow_tcp": "--allow-tcp",
+    "network.deny": "--deny",
+}
+_FIELD = re.compile(r"(network\.[a-z_]+)(?=[: \[])")
 NO_SANDBOX = "no such sandbox"
 NO_PROCESS = "no such process"
 ENDED = ("the sandbox is terminated", "the sandbox has ended")
@@ -29,7 +36,7 @@ def about(message: str, ref: str, pid: str | None = None) -> str:
         return f"no such process {pid} in {ref}"
     if message in ENDED:
         return f"{ref} has ended"
-    return message
+    return _in_flags(message)
 
 
 def of_create(message: str) -> str:
@@ -41,4 +48,10 @@ def of_create(message: str) -> str:
     if limit and limit[1] in LIMITS:
         flag, unit = LIMITS[limit[1]]
         return f"{flag} {limit[2]}{unit}"
-    return message
+    return _in_flags(message)
+
+
+def _in_flags(message: str) -> str:
+    """A message that begins with a field of the request begins with the flag instead."""
+    field = _FIELD.match(message)
+    return FIELDS.get(field[1], field[1]) + message[field.end() :] if field else message

@@ -16,8 +16,8 @@ from docopt import docopt
 
 from cli import context, process, show, wording
 from cli.__main__ import ALIASES, COMMANDS, LATER, misuse
-from cli.run import check_offer, environment, plan
-from sandboxd.client import Capabilities, Client, Network, Process
+from cli.run import environment, plan
+from sandboxd.client import Client, Network, Process
 from sandboxd.errors import NotFound, SandboxError
 from tests.cli.person import Person
 from tests.cli.rawserver import RawServer
@@ -50,6 +50,16 @@ SAID = [
     *((("run", f"{flag}=x", "--", "ls"), f"run: {flag} is not built yet") for flag in import_module("cli.run").LATER),
     (("run", "--profile", "prod", "--", "ls"), "run: --profile is not built yet"),
     (("run", "--network", "wide", "--", "ls"), "--network wide: it is none, allowlist or open"),
+    (("run", "--allow-tcp", "github.com", "--", "ls"), "--allow-tcp github.com: it is HOST:PORT"),
+    (("run", "--network", "open", "--no-baseline", "--", "ls"), "--no-baseline goes with --network allowlist"),
+    (("update",), "update: name a sandbox"),
+    (("update", "box"), "update: nothing to change"),
+    (("update", "box", "--idle", "-1"), "--idle -1: not a number of seconds"),
+    (("update", "box", "--idle", "²"), "--idle ²: not a number of seconds"),
+    (("update", "box", "--label", "novalue"), "--label novalue: it is KEY=VALUE, or KEY- to remove it"),
+    (("update", "box", "--network", "default", "--allow", "a"), "--allow goes with --network allowlist"),
+    (("egress",), "egress: name a sandbox"),
+    (("why",), "why: an argument is missing"),
     (("run", "--memory", "4g", "--", "ls"), "--memory 4g: not a number above 0"),
     (("run", "--cpus", "nan", "--", "ls"), "--cpus nan: not a number above 0"),
     (("run", "--idle", "-5", "--", "ls"), "--idle"),
@@ -107,6 +117,10 @@ def test_help_is_a_command_too(person: Person) -> None:
             "a sandbox named tests is running: choose another --name, or end it with: sandbox-cli kill tests",
         ),
         ("name must be short", "name must be short"),
+        ("network.allow: x.test is not permitted", "--allow: x.test is not permitted"),
+        ("network.allow_tcp[1]: no port", "--allow-tcp[1]: no port"),
+        ("network.mode must be one of none", "--network must be one of none"),
+        ("network mode open is above this server's ceiling, none",) * 2,
     ],
 )
 def test_a_refused_create_in_the_flags_language(message: str, said: str) -> None:
@@ -125,19 +139,6 @@ def test_a_refused_create_in_the_flags_language(message: str, said: str) -> None
 )
 def test_an_error_names_what_the_person_named(message: str, said: str) -> None:
     assert wording.about(message, "typo", "9") == said
-
-
-def offering(ceiling: str) -> Capabilities:
-    return Capabilities("1", "qemu", {"workspace_bundle": True}, {}, Network("none"), ceiling, ())
-
-
-@pytest.mark.parametrize("flag", ["--network=open", "--network=allowlist", "--allow=a", "--deny=a"])
-def test_a_network_where_the_server_has_none(flag: str) -> None:
-    asked = plan(parsed(flag, "--", "x"), {}, None).create
-    with pytest.raises(SandboxError, match="network for sandboxes is not built yet"):
-        check_offer(offering("none"), asked, workspace=True)
-    check_offer(offering("open"), asked, workspace=True)
-    check_offer(offering("none"), plan(parsed("--network=none", "--", "x"), {}, None).create, workspace=True)
 
 
 def parsed(*args: str) -> dict[str, Any]:
@@ -159,22 +160,12 @@ def test_a_command_is_taken_as_it_is() -> None:
             {"image": "i", "cpus": 0.5, "memory_mb": 512, "disk_mb": 99, "idle_timeout_secs": 60, "name": "n"},
             id="sizes",
         ),
-        pytest.param(("--network=none",), {"network": {"mode": "none"}}, id="no network"),
-        pytest.param(("--network=default",), {"network": {"mode": "open"}}, id="open's other name"),
-        pytest.param(
-            ("--allow=a", "--allow=b"), {"network": {"mode": "allowlist", "allow": ["a", "b"]}}, id="allow alone"
-        ),
-        pytest.param(("--deny=a",), {"network": {"deny": ["a"]}}, id="deny alone"),
         pytest.param(("--label=a=b=c", "--label=d="), {"labels": {"a": "b=c", "d": ""}}, id="labels"),
     ],
 )
 def test_flags_on_the_wire(args: tuple[str, ...], wire: dict[str, Any]) -> None:
     body = plan(parsed(*args, "--", "x"), {}, None).create.body()
     env = body.pop("env")
-    assert {key: list(v) if isinstance(v, tuple) else v for key, v in body.get("network", {}).items()} == wire.pop(
-        "network", {}
-    )
-    body.pop("network", None)
     assert body == wire
     assert env["GIT_AUTHOR_NAME"] == "sandbox"
 
@@ -317,6 +308,7 @@ def test_tables(rows: list[tuple[str, str]], lines: list[str]) -> None:
         (Network("none", None), "none"),
         (Network("open", None, ("x",)), "open"),
         (Network("allowlist", ("a", "b")), "allowlist (2)"),
+        (Network("allowlist", ("a", "b"), (), ("c:22",)), "allowlist (3)"),
         (Network("", None), ""),
     ],
     ids=str,

@@ -1,0 +1,98 @@
+"""What network a person asks for, in flags, and what that is on the wire.
+
+In: the flags of `run` and `update`, and what the server offers. Out: a `NetworkRequest`, or an error in the flags'
+words. A list that is given replaces the server's, so the server's own names are put in front of the person's unless
+--no-baseline says otherwise. Whether a name may be allowed is the server's decision, not looked at here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sandboxd.client import Capabilities, Network, NetworkRequest
+from sandboxd.errors import SandboxError
+from sandboxd.termsafe import clean
+
+MODES = {"none": "none", "allowlist": "allowlist", "open": "open", "default": "open"}
+_SERVICE = re.compile(r"[^:/\s]+:([0-9]{1,5})")
+NO_NETWORK = (
+    "this sandboxd gives sandboxes no network (its ceiling is none; see sandbox-cli doctor): "
+    "a sandboxd that root starts does"
+)
+
+
+class Wanted(NamedTuple):
+    """The flags, checked as far as this side can. `mode` is None where none was named."""
+
+    mode: str | None = None
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    allow_tcp: tuple[str, ...] = ()
+    baseline: bool = True
+
+    @property
+    def nothing(self) -> bool:
+        return self == Wanted()
+
+
+def wanted(args: Mapping[str, Any]) -> Wanted:
+    """From --network, --allow, --deny, --allow-tcp and --no-baseline."""
+    given = args["--network"]
+    if given is not None and given not in MODES:
+        raise SandboxError(f"--network {clean(given)}: it is none, allowlist or open")
+    mode = MODES[given] if given else None
+    for service in args["--allow-tcp"]:
+        port = _SERVICE.fullmatch(service)
+        if port is None or not 0 < int(port[1]) < 65536:
+            raise SandboxError(f"--allow-tcp {clean(service)}: it is HOST:PORT")
+    if mode in ("none", "open"):
+        for flag in ("--allow", "--allow-tcp", "--no-baseline"):
+            if args[flag]:
+                raise SandboxError(f"{flag} goes with --network allowlist, not with {clean(str(given))}")
+    return Wanted(
+        mode=mode, allow=tuple(args["--allow"]), deny=tuple(args["--deny"]), allow_tcp=tuple(args["--allow-tcp"]),
+        baseline=not args["--no-baseline"],
+    )  # fmt: skip
+
+
+def of_run(asked: Wanted, offer: Capabilities) -> NetworkRequest | None:
+    """For a sandbox to be made; None leaves it to the server."""
+    if asked.nothing:
+        return None
+    if asked.mode == "none":
+        return NetworkRequest(mode="none")
+    if offer.network_ceiling == "none":
+        raise SandboxError(NO_NETWORK)
+    deny = asked.deny or None
+    if asked.mode == "open":
+        return NetworkRequest(mode="open", deny=deny)
+    if asked == Wanted(deny=asked.deny):
+        return NetworkRequest(deny=deny)
+    default = offer.network_default
+    base = (default.allow or (), default.allow_tcp) if asked.baseline else ((), ())
+    allow, allow_tcp = _joined(base[0], asked.allow), _joined(base[1], asked.allow_tcp)
+    if not allow and not allow_tcp:
+        why = "this sandboxd's own list is empty" if asked.baseline else "--no-baseline leaves the server's names out"
+        raise SandboxError(f"the allowlist has no name in it: {why}; name hosts with --allow, or use --network none")
+    return NetworkRequest(mode="allowlist", allow=allow, deny=deny, allow_tcp=allow_tcp)
+
+
+def of_update(asked: Wanted, now: Network, offer: Capabilities) -> NetworkRequest | None:
+    """For a sandbox whose network is `now`. Lists are added to, unless the flags say where to start from."""
+    if asked.mode is not None or not asked.baseline or asked.nothing:
+        return of_run(asked, offer)
+    if now.mode == "open" and (asked.allow or asked.allow_tcp):
+        raise SandboxError("its network is open: --allow narrows it only with --network allowlist")
+    if now.mode == "open":
+        return NetworkRequest(mode="open", deny=_joined(now.deny, asked.deny))
+    # From none there is no way back: that is the server's to say.
+    return NetworkRequest(
+        mode="allowlist", allow=_joined(now.allow or (), asked.allow), deny=_joined(now.deny, asked.deny),
+        allow_tcp=_joined(now.allow_tcp, asked.allow_tcp),
+    )  # fmt: skip
+
+
+def _joined(present: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*present, *more)))
