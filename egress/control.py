@@ -7,14 +7,16 @@ the other was made to say, so nothing in a frame is taken for granted. Leaf: no 
 From sandboxd `{"seq": n, "do": verb, …}`; `seq` comes back in `{"seq", "ok": true, …}` or `{"seq", "error": "…"}`:
 
     hello    {}                                          → build, pid, sandboxes: [ids], events: the last number
-    add      {sandbox, policy, limits}, descriptors: TCP listener, DNS UDP, DNS TCP listener, names file (O_RDWR|O_APPEND)
+    add      {sandbox, policy, limits}                   with four descriptors: TCP listener, DNS UDP socket, DNS TCP
+                                                         listener, names file (O_RDWR | O_APPEND)
     update   {sandbox, policy}                           what the new policy forbids is cut before the answer
     remove   {sandbox}                                   answered when none of its connections is left
     resolver {} and one descriptor                       a new resolver's SEQPACKET socket
     report   {sandbox}                                   → names: [rows], see `ROW`
     ack      {through}                                   events up to this number are safe
 
-`policy` is `Policy.as_json()`, `limits` any of the fields of the relay's `Limits`. From egress, unasked: `{"event": {…}, "number": n}`. What is not acknowledged is sent again on the next connection.
+`policy` is `Policy.as_json()`, `limits` any of the fields of the relay's `Limits`. From egress, unasked:
+`{"event": {…}, "number": n}`. What is not acknowledged is sent again on the next connection.
 """
 
 from __future__ import annotations

@@ -75,8 +75,10 @@ class Ledger:
         self._now: list[_Entry] = []
         self._later: deque[tuple[float, _Entry]] = deque()  # since when; in order, because all wait equally long
 
-    def denied(self, sandbox: str, name: str, port: int, rule: str, by: str, why: str, at: float) -> str:
-        """Counts a refusal; returns its id."""
+    def denied(
+        self, sandbox: str, name: str, port: int, rule: str, by: str, why: str, at: float, times: int = 1
+    ) -> str:
+        """Counts a refusal, or so many of the same; returns its id."""
         book = self._book(sandbox)
         key = (name, port, rule, by)
         entry = book.denied.get(key)
@@ -93,7 +95,7 @@ class Ledger:
         else:
             self._touch(entry, at)
             book.denied.move_to_end(key)
-        entry.count += 1
+        entry.count += times
         return entry.id
 
     def allowed(self, sandbox: str, name: str, port: int, rule: str, by: str, at: float) -> str:

@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
-IN_FLIGHT: Final = 16  # names of one sandbox at the resolver at a time: a half of its threads
+IN_FLIGHT: Final = 16  # names of one sandbox at the resolver at a time: a quarter of its threads
 WAITING: Final = 1024  # names of one sandbox that wait for their turn
 DEADLINE_S: Final = 10.0
 ANSWER_BYTES: Final = 2048  # sixteen addresses are 16 x 46

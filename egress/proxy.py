@@ -1,0 +1,451 @@
+"""What the relay accepted, put before the policy; what the policy said, done by the relay.
+
+In: batches of the relay's events, questions from the DNS sockets, the daemon's verbs (`add`, `update`, `remove`,
+`report`). Out: commands to the relay, look-ups, entries in the ledger. All bytes of a guest go to `flow` and `dns`
+unread; nothing is opened that the policy in force at that moment does not allow.
+
+    Accepted, Data ── flow ── Open ── look-up ── decided again, addresses vetted ── relay.open ── Opened ── passed
+                        └──── Refuse ── ledger ── id ── what the guest is told
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+from egress import dns, flow, vet
+from egress.answer import Answers, Done
+from egress.ledger import Ledger
+from egress.local import Local
+from egress.lookup import Lookups, Share
+from egress.loop import Loop
+from egress.names import Full, Names
+from egress.policy import Allow, Ask, By, Decider, Deny, Mode, Policy
+from native import relay as data_path
+from native.relay import Accepted, Closed, Data, Ended, Failed, Limits, Opened, Reason, Refused, Relay
+
+ADDRESSES: Final = 16  # tried for one connection
+NAMES_BYTES: Final = 2 << 20  # 4,096 lines of the longest name, and some
+LEAVING_S: Final = 2.0
+
+_WAY: Final = (data_path.Direction.UP, data_path.Direction.DOWN)
+_FLOW_WAY: Final = (flow.Direction.UP, flow.Direction.DOWN)
+_NOT_FOUND: Final = ("EAI_NONAME", "EAI_NODATA", "EAI_ADDRFAMILY")
+
+
+class Connection:
+    __slots__ = ("ask", "counted", "flow", "held", "opening", "pair", "port", "private", "rule", "sandbox")
+
+    def __init__(self, pair: int, sandbox: Sandbox, port: int, told: flow.Flow) -> None:
+        self.pair, self.sandbox, self.port, self.flow = pair, sandbox, port, told
+        self.ask: Ask | None = None  # what is dialled or open was allowed for it
+        self.private = False
+        self.rule = ""
+        self.opening: flow.Open | None = None  # its addresses are being looked up
+        self.held: list[flow.Command] = []  # what comes after it
+        self.counted: tuple[str, int] | None = None  # in the ledger, since it was open
+
+
+class Sandbox:
+    __slots__ = (
+        "answers", "connections", "decide", "decider", "gone", "id", "leaving_at", "names", "names_fd", "number",
+        "open", "share", "unwritten",
+    )  # fmt: skip
+
+    def __init__(self, id: str, number: int, policy: Policy, names_fd: int) -> None:
+        self.id, self.number, self.names_fd = id, number, names_fd
+        self.connections: dict[int, Connection] = {}
+        self.share = Share()
+        self.answers: Answers | None = None
+        self.names = Names(_whole(names_fd))
+        self.unwritten = b""
+        self.leaving_at: float | None = None
+        self.gone: Callable[[], None] = _nothing
+        self.decide: Callable[[Ask], Allow | Deny] = self._decide
+        self.obey(policy)
+
+    def obey(self, policy: Policy) -> None:
+        self.decider = Decider(policy)
+        self.open = policy.mode is Mode.OPEN
+
+    def _decide(self, ask: Ask) -> Allow | Deny:
+        return self.decider.decide(ask)
+
+
+class Proxy:
+    """`ledger` is read by whoever tells the daemon. Everything runs on the loop's one thread."""
+
+    def __init__(self, loop: Loop, relay: Relay, lookups: Lookups, local: Local, ledger: Ledger) -> None:
+        self._loop, self._relay, self._lookups, self._local, self._ledger = loop, relay, lookups, local, ledger
+        self._sandboxes: dict[str, Sandbox] = {}
+        self._by_number: dict[int, Sandbox] = {}
+        self._connections: dict[int, Connection] = {}
+        self._next = 1
+        self._now = time.monotonic()
+        self._at = time.time()
+        self._faults_at = 0.0
+        loop.watch(relay.fd, self.relay_ready)
+
+    # The daemon's verbs
+
+    @property
+    def sandboxes(self) -> list[str]:
+        return [id for id, sandbox in self._sandboxes.items() if sandbox.leaving_at is None]
+
+    def add(self, id: str, policy: Policy, limits: Limits, fds: Sequence[int]) -> None:
+        """Takes the descriptors over, whatever comes of it. ValueError, OSError."""
+        proxy_fd, udp_fd, tcp_fd, names_fd = fds
+        proxy, udp, tcp = (socket.socket(fileno=fd) for fd in (proxy_fd, udp_fd, tcp_fd))
+        try:
+            if id in self._sandboxes:
+                raise ValueError("this sandbox is here already")
+            sandbox = Sandbox(id, self._next, policy, names_fd)
+            proxy.setblocking(False)
+            self._relay.listen(sandbox.number, proxy.fileno(), limits)
+        except BaseException:
+            udp.close()
+            tcp.close()
+            os.close(names_fd)
+            raise
+        finally:
+            proxy.close()
+        self._next += 1
+        self._sandboxes[id] = self._by_number[sandbox.number] = sandbox
+        sandbox.answers = Answers(self._loop, udp, tcp, partial(self._question, sandbox), time.monotonic)
+
+    def update(self, id: str, policy: Policy) -> None:
+        """From here on the new policy decides; what is open and no longer allowed is reset."""
+        sandbox = self._here(id)
+        sandbox.obey(policy)
+        self._at = time.time()
+        for connection in sandbox.connections.values():
+            ask = connection.ask
+            if ask is None:
+                continue
+            verdict = sandbox.decide(ask)
+            if isinstance(verdict, Deny):
+                self._count(sandbox, ask, verdict)
+            elif connection.private <= verdict.private:
+                continue
+            self._cut(connection)
+
+    def remove(self, id: str, gone: Callable[[], None]) -> None:
+        """Nothing passes from here on; `gone` is called when the last connection has ended."""
+        sandbox = self._here(id)
+        sandbox.leaving_at, sandbox.gone = time.monotonic(), gone
+        self._relay.unlisten(sandbox.number)
+        self._lookups.forget(sandbox.share)
+        if sandbox.answers is not None:
+            sandbox.answers.close()
+        os.close(sandbox.names_fd)
+        if not sandbox.connections:
+            self._gone(sandbox)
+
+    def report(self, id: str) -> list[dict[str, object]]:
+        return self._ledger.report(self._here(id).id)
+
+    def tick(self) -> None:
+        """From time to time: what has waited too long."""
+        self._now, self._at = time.monotonic(), time.time()
+        self._lookups.expire(self._now)
+        for sandbox in list(self._sandboxes.values()):
+            if sandbox.leaving_at is not None:
+                if self._now - sandbox.leaving_at > LEAVING_S:
+                    self._gone(sandbox)
+            elif sandbox.answers is not None:
+                sandbox.answers.expire(self._now)
+        self._lookups.flush()
+
+    def lookups_ready(self) -> bool:
+        """False once the resolver has gone."""
+        self._at = time.time()
+        alive = self._lookups.ready()
+        self._lookups.flush()
+        return alive
+
+    # The relay's events
+
+    def relay_ready(self) -> None:
+        """One batch. The descriptor stays readable while there is more."""
+        self._now, self._at = time.monotonic(), time.time()
+        connections = self._connections
+        for event in self._relay.take():
+            try:
+                if isinstance(event, Accepted):
+                    self._accepted(event)
+                elif isinstance(event, Closed):
+                    self._closed(event)
+                elif isinstance(event, Refused):
+                    self._full(event)
+                elif (connection := connections.get(event.pair)) is None:
+                    continue
+                elif isinstance(event, Data):
+                    self._apply(connection, connection.flow.data(_FLOW_WAY[event.direction], event.data))
+                elif isinstance(event, Opened):
+                    self._opened(connection, event)
+                elif isinstance(event, Ended):
+                    self._apply(connection, connection.flow.ended(_FLOW_WAY[event.direction]))
+                elif isinstance(event, Failed):
+                    self._failed(connection, event)
+            except Exception as fault:
+                # A guest's bytes brought us here: its connection ends, and one line says where to look.
+                self._fault(event, fault)
+        self._lookups.flush()
+
+    def _accepted(self, event: Accepted) -> None:
+        sandbox = self._by_number.get(event.sandbox)
+        if sandbox is None or sandbox.leaving_at is not None:
+            self._relay.close(event.pair, True)
+            return
+        port = event.port
+        name = sandbox.names.name(event.address) or ""
+        told = flow.Flow(flow.Destination(event.address, port, name), sandbox.decide, sandbox.open)
+        connection = Connection(event.pair, sandbox, port, told)
+        self._connections[event.pair] = sandbox.connections[event.pair] = connection
+        if event.redirected:
+            self._apply(connection, told.start())
+        else:
+            why = "The connection was made to the proxy itself, not to a host."
+            self._count(sandbox, Ask("", port, By.ADDRESS), Deny("not-redirected", why))
+            self._cut(connection)
+
+    def _closed(self, event: Closed) -> None:
+        connection = self._connections.pop(event.pair, None)
+        if connection is None:
+            if event.reason is Reason.DEADLINE and not event.said:
+                self._silent(self._by_number.get(event.sandbox), 0, "no bytes came")
+            return
+        sandbox = connection.sandbox
+        del sandbox.connections[event.pair]
+        connection.opening = None
+        if connection.counted is not None:
+            self._ledger.closed(sandbox.id, *connection.counted, event.up_bytes, event.down_bytes, self._at)
+        elif event.reason is Reason.DEADLINE and connection.ask is None:
+            self._silent(sandbox, connection.port, "no name came")
+        if sandbox.leaving_at is not None and not sandbox.connections:
+            self._gone(sandbox)
+
+    def _silent(self, sandbox: Sandbox | None, port: int, what: str) -> None:
+        if sandbox is not None:
+            why = f"The connection was open until its deadline and {what}."
+            self._ledger.denied(sandbox.id, "", port, "no-name", "", why, self._at)
+
+    def _full(self, event: Refused) -> None:
+        sandbox = self._by_number.get(event.sandbox)
+        if sandbox is not None:
+            why = "The sandbox has as many connections open as it may; further ones are refused."
+            self._ledger.denied(sandbox.id, "", 0, "too-many-connections", "", why, self._at, event.count)
+
+    def _opened(self, connection: Connection, event: Opened) -> None:
+        ask, sandbox = connection.ask, connection.sandbox
+        if ask is None:
+            return
+        name = ask.name or event.address
+        if connection.counted is not None:  # an upstream before this one: its bytes go to the last
+            self._ledger.closed(sandbox.id, *connection.counted, 0, 0, self._at)
+        connection.counted = (name, ask.port)
+        self._ledger.allowed(sandbox.id, name, ask.port, connection.rule, ask.by.value, self._at)
+        self._apply(connection, connection.flow.opened())
+
+    def _failed(self, connection: Connection, event: Failed) -> None:
+        ask, connection.ask = connection.ask, None
+        if ask is not None:
+            what = ask.name or "The address"
+            self._fail(connection, ask, "unreachable", f"{what} could not be reached: {os.strerror(event.error)}.")
+
+    # The flow's commands
+
+    def _apply(self, connection: Connection, commands: list[flow.Command]) -> None:
+        relay, pair = self._relay, connection.pair
+        for command in commands:
+            if connection.opening is not None and not isinstance(command, _AT_ONCE):
+                connection.held.append(command)
+            elif isinstance(command, flow.Open):
+                self._open(connection, command)
+            elif isinstance(command, flow.Pass):
+                relay.pass_(pair, _WAY[command.direction], command.count)
+            elif isinstance(command, flow.Read):
+                relay.read(pair, _WAY[command.direction], command.most)
+            elif isinstance(command, flow.Send):
+                relay.send(pair, _WAY[command.direction], command.data)
+            elif isinstance(command, flow.Finish):
+                relay.finish(pair, _WAY[command.direction])
+            elif isinstance(command, flow.Deadline):
+                relay.deadline(pair, command.ms)
+            elif isinstance(command, flow.Close):
+                connection.opening = None
+                relay.close(pair, command.reset)
+            else:
+                connection.opening = None
+                id = self._count(connection.sandbox, command.ask, command.deny)
+                self._apply(connection, connection.flow.refused(id))
+
+    def _cut(self, connection: Connection) -> None:
+        connection.opening = connection.ask = None
+        self._relay.close(connection.pair, True)
+
+    def _refuse(self, connection: Connection, command: flow.Command) -> None:
+        assert isinstance(command, flow.Refuse)
+        connection.opening = None
+        id = self._count(connection.sandbox, command.ask, command.deny)
+        self._apply(connection, connection.flow.refused(id))
+
+    def _open(self, connection: Connection, command: flow.Open) -> None:
+        connection.opening, connection.held = command, []
+        if not command.name:
+            self._found(connection, command, [command.address], "")
+            return
+        found = partial(self._found, connection, command)
+        if not self._lookups.want(connection.sandbox.share, command.name, found, self._now):
+            found([], "too many look-ups at once")
+
+    def _found(self, connection: Connection, command: flow.Open, addresses: list[str], reason: str) -> None:
+        if connection.opening is not command:
+            return
+        sandbox, name = connection.sandbox, command.name
+        ask = Ask(name, command.port, command.by)
+        # The policy may be another one by now.
+        verdict = sandbox.decide(ask)
+        if isinstance(verdict, Deny):
+            self._fail(connection, ask, verdict.rule, verdict.why)
+            return
+        if not addresses:
+            self._fail(connection, ask, "unresolved", f"{name} does not resolve ({reason}).")
+            return
+        delivers = self._local.delivers
+        good = [text for text in vet.usable(addresses[:ADDRESSES], verdict.private) if not delivers(text)]
+        if not good:
+            self._fail(connection, ask, "private-address", _private(name, addresses[0]))
+            return
+        connection.ask, connection.rule, connection.private = ask, verdict.rule, verdict.private
+        port = command.port
+        self._relay.open(connection.pair, [(text, port) for text in good], command.first, command.up, command.down)
+        self._let_go(connection)
+
+    def _fail(self, connection: Connection, ask: Ask, rule: str, why: str) -> None:
+        id = self._count(connection.sandbox, ask, Deny(rule, why))
+        connection.opening, connection.held = None, []
+        self._apply(connection, connection.flow.failed(rule, why, id))
+
+    def _let_go(self, connection: Connection) -> None:
+        held, connection.opening, connection.held = connection.held, None, []
+        if held:
+            self._apply(connection, held)
+
+    # Questions about names
+
+    def _question(self, sandbox: Sandbox, question: dns.Question, done: Done) -> None:
+        self._at = time.time()
+        name = question.name
+        if name is None:
+            self._unnamed(sandbox, question.shown)
+            done(_NO_SUCH_NAME)
+            return
+        verdict = sandbox.decider.answers(name)
+        if isinstance(verdict, Deny):
+            self._ledger.denied(sandbox.id, name, 0, verdict.rule, By.DNS.value, verdict.why, self._at)
+            done(_NO_SUCH_NAME)
+        elif sandbox.open:
+            # Everything is allowed, so somebody else has to say what exists.
+            heard = partial(self._heard, sandbox, question, done)
+            if not self._lookups.want(sandbox.share, name, heard, time.monotonic()):
+                done(_FAILURE)
+            self._lookups.flush()
+        else:
+            done(self._address(sandbox, question, name))
+
+    def _heard(self, sandbox: Sandbox, question: dns.Question, done: Done, addresses: list[str], reason: str) -> None:
+        if addresses and question.name is not None:
+            done(self._address(sandbox, question, question.name))
+        else:
+            done(_NO_SUCH_NAME if reason in _NOT_FOUND else _FAILURE)
+
+    def _address(self, sandbox: Sandbox, question: dns.Question, name: str) -> dns.Outcome:
+        if question.type != dns.A_TYPE:
+            return _EMPTY
+        try:
+            address, line = sandbox.names.address(name)
+        except Full:
+            why = "The sandbox has used as many names as it gets in its life."
+            self._ledger.denied(sandbox.id, name, 0, "too-many-names", By.DNS.value, why, self._at)
+            return _NO_SUCH_NAME
+        sandbox.unwritten += line
+        return dns.Address(address) if _written(sandbox) else _FAILURE
+
+    def _unnamed(self, sandbox: Sandbox, shown: str) -> None:
+        why = "What was asked for is not a host name."
+        self._ledger.denied(sandbox.id, shown[:253], 0, "malformed", By.DNS.value, why, self._at)
+
+    # The rest
+
+    def _count(self, sandbox: Sandbox, ask: Ask, deny: Deny) -> str:
+        return self._ledger.denied(sandbox.id, ask.name, ask.port, deny.rule, ask.by.value, deny.why, self._at)
+
+    def _here(self, id: str) -> Sandbox:
+        sandbox = self._sandboxes.get(id)
+        if sandbox is None or sandbox.leaving_at is not None:
+            raise ValueError("this sandbox is not here")
+        return sandbox
+
+    def _gone(self, sandbox: Sandbox) -> None:
+        del self._sandboxes[sandbox.id], self._by_number[sandbox.number]
+        sandbox.gone()
+
+    def _fault(self, event: data_path.Event, fault: Exception) -> None:
+        if isinstance(event, Accepted | Data | Opened | Ended | Failed):
+            self._relay.close(event.pair, True)
+        if self._now - self._faults_at >= 1.0:
+            self._faults_at = self._now
+            at = fault.__traceback__
+            while at is not None and at.tb_next is not None:
+                at = at.tb_next
+            where = f"{at.tb_frame.f_code.co_filename.rpartition('/')[2]}:{at.tb_lineno}" if at else "?"
+            log(f"a connection was ended by a fault of ours: {type(fault).__name__} at {where}: {str(fault)[:200]!r}")
+
+
+_AT_ONCE: Final = (flow.Close, flow.Refuse, flow.Deadline)
+_NO_SUCH_NAME: Final = dns.NoSuchName()
+_FAILURE: Final = dns.Failure()
+_EMPTY: Final = dns.Empty()
+
+
+def log(line: str) -> None:
+    try:
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+    except OSError:
+        return  # the log is full; what happened is in the ledger too
+
+
+def _nothing() -> None: ...
+
+
+def _private(name: str, address: str) -> str:
+    if name:
+        return f"{name} resolves to a private address ({address[:45]})."
+    return f"{address[:45]} is a private address."
+
+
+def _whole(fd: int) -> bytes:
+    os.lseek(fd, 0, os.SEEK_SET)
+    parts = []
+    left = NAMES_BYTES
+    while left > 0 and (part := os.read(fd, left)):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def _written(sandbox: Sandbox) -> bool:
+    """Whether the names file holds every address that was given; an address is told to nobody before."""
+    while sandbox.unwritten:
+        try:
+            sandbox.unwritten = sandbox.unwritten[os.write(sandbox.names_fd, sandbox.unwritten) :]
+        except OSError:
+            return False
+    return True
