@@ -122,9 +122,9 @@ def wire() -> Iterator[Wire]:
     missing = [program for program in ("haproxy", "nginx", "nft", "cc") if shutil.which(program) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    with tempfile.TemporaryDirectory(prefix="wire-", dir="/tmp") as directory:
-        with contextlib.closing(Wire(Path(directory))) as made:
-            yield made
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="wire-", dir="/tmp"))
+        yield stack.enter_context(contextlib.closing(Wire(Path(directory))))
 
 
 @dataclass(frozen=True)

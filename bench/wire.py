@@ -91,7 +91,8 @@ class Wire:
     def _open(self) -> None:
         build_load()
         covers = {"resolv.conf": f"nameserver {NAME_SERVER}\n", "hosts": "127.0.0.1 localhost\n"}
-        spaces = [Space(self.directory / name, covers if name == "host" else {}) for name in ("client", "host", "origin")]
+        etc = {"client": {}, "host": covers, "origin": {}}
+        spaces = [Space(self.directory / name, texts) for name, texts in etc.items()]
         for space in spaces:
             self._stack.callback(space.close)
         self.client, self.host, self.origin = spaces
@@ -243,11 +244,10 @@ def children(pid: int) -> list[int]:
 
 
 def _redirects() -> str:
-    rules = "\n".join(
-        f"        ip daddr 198.18.{block}.0/24 tcp dport 443 redirect to :{port}" for block, port in WAYS.values()
-    )
-    chain = f"type nat hook prerouting priority dstnat;\n{rules}\n"
-    return f"table ip wire {{ chain pre {{ {chain} }} }}\n"
+    """One rule for each way."""
+    chain = "add table ip wire\nadd chain ip wire pre { type nat hook prerouting priority dstnat; }\n"
+    rule = "add rule ip wire pre ip daddr 198.18.{}.0/24 tcp dport 443 redirect to :{}\n"
+    return chain + "".join(rule.format(block, port) for block, port in WAYS.values())
 
 
 def _account(name: str) -> str:
