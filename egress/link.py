@@ -14,11 +14,11 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from egress import plan as plans
 from egress.nft import NAMESPACES
@@ -102,6 +102,11 @@ def make(plan: Plan) -> int:
         delete(plan)
         raise
     return tap
+
+
+def settle(plan: Plan) -> None:
+    """What can be set only once the rules are there."""
+    inside(plan, lambda: _set(_AFTER))
 
 
 def bring_up(plan: Plan) -> None:
@@ -229,11 +234,6 @@ def _tap(name: str) -> int:
     return fd
 
 
-def settle(plan: Plan) -> None:
-    """What can be set only once the rules are there."""
-    inside(plan, lambda: _set(_AFTER))
-
-
 def _set(values: tuple[tuple[str, str], ...]) -> None:
     for name, value in values:
         # `/proc/sys/net` shows the namespace of the thread that opens it. Without IPv6 in the kernel there is none.
@@ -242,11 +242,21 @@ def _set(values: tuple[tuple[str, str], ...]) -> None:
         Path("/proc/sys", name).write_text(value)
 
 
-def _bring_up(plan: Plan) -> None:
-    from pyroute2 import IPRoute
+@contextmanager
+def _route() -> Iterator[Any]:
+    """Netlink in this thread's namespace."""
+    from pyroute2 import IPRoute, NetlinkError
 
+    try:
+        with IPRoute() as route:
+            yield route
+    except NetlinkError as fault:
+        raise LinkError(f"the kernel refuses: {fault}") from None
+
+
+def _bring_up(plan: Plan) -> None:
     index = _index(plan)
-    with IPRoute() as route:
+    with _route() as route:
         route.link("set", index=index, address=plan.host_mac, mtu=plan.mtu)
         route.addr("add", index=index, address=plan.host_address, prefixlen=plan.prefix)
         route.link("set", index=index, state="up")
@@ -255,17 +265,13 @@ def _bring_up(plan: Plan) -> None:
 
 
 def _take_down(plan: Plan) -> None:
-    from pyroute2 import IPRoute
-
     index = _index(plan)
-    with IPRoute() as route:
+    with _route() as route:
         route.link("set", index=index, state="down")
 
 
 def _delete_interface(plan: Plan) -> None:
-    from pyroute2 import IPRoute, NetlinkError
-
-    with suppress(LinkError, NetlinkError), IPRoute() as route:
+    with suppress(LinkError), _route() as route:
         route.link("del", index=_index(plan))
 
 

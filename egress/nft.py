@@ -1,7 +1,7 @@
 """Rule texts into the kernel, and counters out of it, with the program `nft`.
 
-In: a text and the name of a namespace. Out: nothing, or NftError with what nft said. Blocking: call from a
-thread. It runs inside the namespace only, and knows no rule itself.
+In: a text, and the name of a namespace or None for the one of the calling thread. Out: nothing, or NftError with
+what nft said. Blocking: call from a thread. It knows no rule itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class NftError(Exception):
     """nft did not do it; the rules are what they were before."""
 
 
-def apply(text: str, namespace: str) -> None:
+def apply(text: str, namespace: str | None = None) -> None:
     """All of `text` or nothing of it."""
     _run(namespace, ["nft", "-f", "-"], text)
 
@@ -29,12 +29,14 @@ def counters(namespace: str) -> dict[str, int]:
     return {counter["name"]: int(counter["packets"]) for counter in found}
 
 
-def _run(namespace: str, argv: list[str], text: str) -> str:
-    inside = ["nsenter", f"--net={NAMESPACES}/{namespace}", "--", *argv]
+def _run(namespace: str | None, argv: list[str], text: str) -> str:
+    inside = [] if namespace is None else ["nsenter", f"--net={NAMESPACES}/{namespace}", "--"]
     try:
-        done = subprocess.run(inside, input=text, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            [*inside, *argv], input=text, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as fault:
-        raise NftError(f"nft in {namespace}: {fault}") from None
+        raise NftError(f"nft: {fault}") from None
     if done.returncode != 0:
-        raise NftError(f"nft in {namespace}: {done.stderr.strip() or f'exit {done.returncode}'}")
+        raise NftError(f"nft: {done.stderr.strip() or f'exit {done.returncode}'}")
     return done.stdout
