@@ -1,8 +1,8 @@
 """What the relay accepted, put before the policy; what the policy said, done by the relay.
 
-In: batches of the relay's events, questions from the DNS sockets, the daemon's verbs (`add`, `update`, `remove`,
-`report`). Out: commands to the relay, look-ups, entries in the ledger. All bytes of a guest go to `flow` and `dns`
-unread; nothing is opened that the policy in force at that moment does not allow.
+In: batches of the relay's events, and the daemon's verbs (`add`, `update`, `remove`, `report`). Out: commands to the
+relay, look-ups, entries in the ledger. A guest's bytes go to `flow` unread; nothing is opened that the policy in force
+at that moment does not allow, and nothing but an address that was vetted for it a moment before.
 
     Accepted, Data ── flow ── Open ── look-up ── decided again, addresses vetted ── relay.open ── Opened ── passed
                         └──── Refuse ── ledger ── id ── what the guest is told
@@ -18,63 +18,23 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from egress import dns, flow, vet
-from egress.answer import Answers, Done
+from egress import flow, vet
+from egress.answer import Answers
 from egress.ledger import Ledger
 from egress.local import Local
-from egress.lookup import Lookups, Share
+from egress.lookup import Lookups
 from egress.loop import Loop
-from egress.names import Full, Names
-from egress.policy import Allow, Ask, By, Decider, Deny, Mode, Policy
+from egress.policy import Ask, By, Deny, Policy
+from egress.questions import Questions
+from egress.sandbox import Connection, Sandbox
 from native import relay as data_path
 from native.relay import Accepted, Closed, Data, Ended, Failed, Limits, Opened, Reason, Refused, Relay
 
 ADDRESSES: Final = 16  # tried for one connection
-NAMES_BYTES: Final = 2 << 20  # 4,096 lines of the longest name, and some
 LEAVING_S: Final = 2.0
 
 _WAY: Final = (data_path.Direction.UP, data_path.Direction.DOWN)
 _FLOW_WAY: Final = (flow.Direction.UP, flow.Direction.DOWN)
-_NOT_FOUND: Final = ("EAI_NONAME", "EAI_NODATA", "EAI_ADDRFAMILY")
-
-
-class Connection:
-    __slots__ = ("ask", "counted", "flow", "held", "opening", "pair", "port", "private", "rule", "sandbox")
-
-    def __init__(self, pair: int, sandbox: Sandbox, port: int, told: flow.Flow) -> None:
-        self.pair, self.sandbox, self.port, self.flow = pair, sandbox, port, told
-        self.ask: Ask | None = None  # what is dialled or open was allowed for it
-        self.private = False
-        self.rule = ""
-        self.opening: flow.Open | None = None  # its addresses are being looked up
-        self.held: list[flow.Command] = []  # what comes after it
-        self.counted: tuple[str, int] | None = None  # in the ledger, since it was open
-
-
-class Sandbox:
-    __slots__ = (
-        "answers", "connections", "decide", "decider", "gone", "id", "leaving_at", "names", "names_fd", "number",
-        "open", "share", "unwritten",
-    )  # fmt: skip
-
-    def __init__(self, id: str, number: int, policy: Policy, names_fd: int) -> None:
-        self.id, self.number, self.names_fd = id, number, names_fd
-        self.connections: dict[int, Connection] = {}
-        self.share = Share()
-        self.answers: Answers | None = None
-        self.names = Names(_whole(names_fd))
-        self.unwritten = b""
-        self.leaving_at: float | None = None
-        self.gone: Callable[[], None] = _nothing
-        self.decide: Callable[[Ask], Allow | Deny] = self._decide
-        self.obey(policy)
-
-    def obey(self, policy: Policy) -> None:
-        self.decider = Decider(policy)
-        self.open = policy.mode is Mode.OPEN
-
-    def _decide(self, ask: Ask) -> Allow | Deny:
-        return self.decider.decide(ask)
 
 
 class Proxy:
@@ -85,6 +45,7 @@ class Proxy:
         self._sandboxes: dict[str, Sandbox] = {}
         self._by_number: dict[int, Sandbox] = {}
         self._connections: dict[int, Connection] = {}
+        self._questions = Questions(lookups, ledger)
         self._next = 1
         self._now = time.monotonic()
         self._at = time.time()
@@ -116,7 +77,8 @@ class Proxy:
             proxy.close()
         self._next += 1
         self._sandboxes[id] = self._by_number[sandbox.number] = sandbox
-        sandbox.answers = Answers(self._loop, udp, tcp, partial(self._question, sandbox), time.monotonic)
+        decide = partial(self._questions.decide, sandbox)
+        sandbox.answers = Answers(self._loop, udp, tcp, decide, time.monotonic)
 
     def update(self, id: str, policy: Policy) -> None:
         """From here on the new policy decides; what is open and no longer allowed is reset."""
@@ -140,9 +102,7 @@ class Proxy:
         sandbox.leaving_at, sandbox.gone = time.monotonic(), gone
         self._relay.unlisten(sandbox.number)
         self._lookups.forget(sandbox.share)
-        if sandbox.answers is not None:
-            sandbox.answers.close()
-        os.close(sandbox.names_fd)
+        sandbox.close()
         if not sandbox.connections:
             self._gone(sandbox)
 
@@ -337,50 +297,6 @@ class Proxy:
         if held:
             self._apply(connection, held)
 
-    # Questions about names
-
-    def _question(self, sandbox: Sandbox, question: dns.Question, done: Done) -> None:
-        self._at = time.time()
-        name = question.name
-        if name is None:
-            self._unnamed(sandbox, question.shown)
-            done(_NO_SUCH_NAME)
-            return
-        verdict = sandbox.decider.answers(name)
-        if isinstance(verdict, Deny):
-            self._ledger.denied(sandbox.id, name, 0, verdict.rule, By.DNS.value, verdict.why, self._at)
-            done(_NO_SUCH_NAME)
-        elif sandbox.open:
-            # Everything is allowed, so somebody else has to say what exists.
-            heard = partial(self._heard, sandbox, question, done)
-            if not self._lookups.want(sandbox.share, name, heard, time.monotonic()):
-                done(_FAILURE)
-            self._lookups.flush()
-        else:
-            done(self._address(sandbox, question, name))
-
-    def _heard(self, sandbox: Sandbox, question: dns.Question, done: Done, addresses: list[str], reason: str) -> None:
-        if addresses and question.name is not None:
-            done(self._address(sandbox, question, question.name))
-        else:
-            done(_NO_SUCH_NAME if reason in _NOT_FOUND else _FAILURE)
-
-    def _address(self, sandbox: Sandbox, question: dns.Question, name: str) -> dns.Outcome:
-        if question.type != dns.A_TYPE:
-            return _EMPTY
-        try:
-            address, line = sandbox.names.address(name)
-        except Full:
-            why = "The sandbox has used as many names as it gets in its life."
-            self._ledger.denied(sandbox.id, name, 0, "too-many-names", By.DNS.value, why, self._at)
-            return _NO_SUCH_NAME
-        sandbox.unwritten += line
-        return dns.Address(address) if _written(sandbox) else _FAILURE
-
-    def _unnamed(self, sandbox: Sandbox, shown: str) -> None:
-        why = "What was asked for is not a host name."
-        self._ledger.denied(sandbox.id, shown[:253], 0, "malformed", By.DNS.value, why, self._at)
-
     # The rest
 
     def _count(self, sandbox: Sandbox, ask: Ask, deny: Deny) -> str:
@@ -394,7 +310,8 @@ class Proxy:
 
     def _gone(self, sandbox: Sandbox) -> None:
         del self._sandboxes[sandbox.id], self._by_number[sandbox.number]
-        sandbox.gone()
+        if sandbox.gone is not None:
+            sandbox.gone()
 
     def _fault(self, event: data_path.Event, fault: Exception) -> None:
         if isinstance(event, Accepted | Data | Opened | Ended | Failed):
@@ -409,9 +326,6 @@ class Proxy:
 
 
 _AT_ONCE: Final = (flow.Close, flow.Refuse, flow.Deadline)
-_NO_SUCH_NAME: Final = dns.NoSuchName()
-_FAILURE: Final = dns.Failure()
-_EMPTY: Final = dns.Empty()
 
 
 def log(line: str) -> None:
@@ -422,30 +336,7 @@ def log(line: str) -> None:
         return  # the log is full; what happened is in the ledger too
 
 
-def _nothing() -> None: ...
-
-
 def _private(name: str, address: str) -> str:
     if name:
         return f"{name} resolves to a private address ({address[:45]})."
     return f"{address[:45]} is a private address."
-
-
-def _whole(fd: int) -> bytes:
-    os.lseek(fd, 0, os.SEEK_SET)
-    parts = []
-    left = NAMES_BYTES
-    while left > 0 and (part := os.read(fd, left)):
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
-
-
-def _written(sandbox: Sandbox) -> bool:
-    """Whether the names file holds every address that was given; an address is told to nobody before."""
-    while sandbox.unwritten:
-        try:
-            sandbox.unwritten = sandbox.unwritten[os.write(sandbox.names_fd, sandbox.unwritten) :]
-        except OSError:
-            return False
-    return True
