@@ -5,7 +5,8 @@ from pathlib import Path
 from cffi import FFI
 
 HEADER = Path(__file__).parent / "native.h"
-SOURCES = ["native/hostpath.c", "native/kvm_probe.c"]
+RELAY = ["relay", "relay_worker", "relay_pair", "relay_dial", "relay_pipe"]
+SOURCES = ["native/hostpath.c", "native/kvm_probe.c", *(f"native/{name}.c" for name in RELAY)]
 
 ffibuilder = FFI()
 ffibuilder.cdef(HEADER.read_text(encoding="ascii"))
@@ -13,7 +14,7 @@ ffibuilder.set_source(
     "native._native",
     '#include <stdint.h>\n#include "native.h"\n',
     sources=SOURCES,
-    depends=["native/native.h"],
+    depends=["native/native.h", "native/relay.h"],
     include_dirs=["native"],
     extra_compile_args=[
         "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror",

@@ -3,8 +3,8 @@
  * includes it includes <stdint.h> first, and only once.
  *
  * Every function returns a value >= 0, or -errno with the step that failed left in `*step` (`report->step`). None
- * prints, exits, calls back, keeps state between calls, or leaves memory for the caller to free. All may be called
- * from any thread, and several at a time.
+ * prints, exits or calls back; none but the relay keeps state between calls, and none leaves memory for the caller to
+ * free. All may be called from any thread, and several at a time, where nothing else is said.
  */
 
 /* ---- hostpath.c: may this directory of the host be shown to a guest? ---- */
@@ -84,3 +84,115 @@ struct kvm_probe_report {
  * Takes no signal away from the process and installs no handler.
  */
 int kvm_probe(const char *device, uint64_t turns, uint32_t deadline_ms, struct kvm_probe_report *report);
+
+/* ---- relay.c: accepted connections, their upstreams, and the bytes between them ---- */
+
+/*
+ * A relay owns threads, and they own every connection. Commands are queued for the thread of their pair and return at
+ * once; what happened is told in batches by relay_take. A command for a pair that is gone is ignored. A pair's number
+ * is never used again.
+ *
+ * Each direction of a pair has two credits. Pass credit moves bytes straight on. When it is used up, read credit hands
+ * them over as RELAY_DATA; after one of these the direction stands still until the next relay_read (0 will do),
+ * relay_pass, or relay_open with credit for it. With neither credit bytes stay in the socket.
+ */
+
+struct relay;
+
+enum relay_step {
+    RELAY_MEMORY = 1,
+    RELAY_EVENTFD = 2,
+    RELAY_EPOLL = 3,
+    RELAY_THREAD = 4,
+    RELAY_LISTENER = 5,  /* duplicating the listening socket, reading its address, setting its options */
+    RELAY_WATCH = 6,     /* adding it to an epoll instance */
+    RELAY_SANDBOX = 7,   /* EEXIST: is listening already; ENOENT: is not */
+    RELAY_ARGUMENT = 8
+};
+
+enum relay_direction {
+    RELAY_UP = 0,  /* guest to upstream */
+    RELAY_DOWN = 1
+};
+
+enum relay_reason {
+    RELAY_DONE = 0,
+    RELAY_GUEST_RESET = 1,
+    RELAY_UPSTREAM_RESET = 2,
+    RELAY_DEADLINE = 3,
+    RELAY_IDLE = 4,
+    RELAY_CUT = 5,
+    RELAY_LIMIT = 6
+};
+
+enum relay_event_kind {
+    RELAY_ACCEPTED = 1,  /* pair, sandbox, address, port; flag: the connection was redirected here */
+    RELAY_DATA = 2,      /* pair, direction, data, length */
+    RELAY_ENDED = 3,     /* pair, direction */
+    RELAY_OPENED = 4,    /* pair, address, port */
+    RELAY_FAILED = 5,    /* pair, error */
+    RELAY_CLOSED = 6,    /* pair, sandbox, reason, up_bytes, down_bytes; flag: there was a RELAY_ACCEPTED */
+    RELAY_REFUSED = 7    /* sandbox, count */
+};
+
+enum {
+    RELAY_FIRST_BYTES = 17408,  /* read credit UP of a pair accepted on port 80 or 443 */
+    RELAY_ADDRESSES_MAX = 16,   /* of one relay_open; those after are not tried */
+    RELAY_THREADS_MAX = 16,
+    RELAY_PAIRS_MAX = 1048576
+};
+
+struct relay_limits {
+    uint32_t pairs;       /* at a time; a pair counts until its RELAY_CLOSED was taken */
+    uint64_t held_bytes;  /* given to relay_send and relay_open and not yet written, over all pairs */
+    uint32_t first_ms;    /* 0 in one of these three: no limit */
+    uint32_t connect_ms;
+    uint32_t idle_ms;
+};
+
+struct relay_address {
+    char text[46];  /* as inet_pton reads it */
+    uint16_t port;
+};
+
+struct relay_event {
+    uint32_t kind;       /* a relay_event_kind; only the members named there have a meaning */
+    uint32_t direction;
+    uint64_t pair;
+    uint64_t sandbox;
+    char address[46];
+    uint16_t port;
+    uint32_t reason;
+    uint32_t flag;
+    int32_t error;
+    uint64_t up_bytes;
+    uint64_t down_bytes;
+    uint64_t count;
+    const uint8_t *data;  /* valid until the next relay_take */
+    uint64_t length;
+};
+
+/* `max_pairs` is for all sandboxes together. The relay is left in `*relay`, for relay_stop to free. */
+int relay_start(unsigned threads, unsigned max_pairs, struct relay **relay, int *step);
+
+/* An eventfd, readable while events wait. It belongs to the relay. */
+int relay_fd(const struct relay *relay);
+
+/* Accepts on a duplicate of `listener_fd`, a listening TCP socket; sets it non-blocking. */
+int relay_listen(struct relay *relay, uint64_t sandbox, int listener_fd, const struct relay_limits *limits, int *step);
+int relay_unlisten(struct relay *relay, uint64_t sandbox, int *step);
+
+/* Fills at most `most` events and returns their number. One caller at a time. */
+int relay_take(struct relay *relay, struct relay_event *events, unsigned most);
+
+int relay_open(struct relay *relay, uint64_t pair, const struct relay_address *addresses, unsigned count,
+               const uint8_t *first, uint64_t length, uint64_t up, uint64_t down, int *step);
+int relay_send(struct relay *relay, uint64_t pair, unsigned direction, const uint8_t *data, uint64_t length, int *step);
+int relay_read(struct relay *relay, uint64_t pair, unsigned direction, uint64_t most, int *step);
+int relay_pass(struct relay *relay, uint64_t pair, unsigned direction, uint64_t count, int *step);
+int relay_finish(struct relay *relay, uint64_t pair, unsigned direction, int *step);
+int relay_deadline(struct relay *relay, uint64_t pair, uint32_t ms, int *step);
+int relay_close(struct relay *relay, uint64_t pair, int reset, int *step);
+
+/* Resets every pair, ends the threads, frees everything. No other call may be under way or follow. */
+int relay_stop(struct relay *relay);

@@ -20,7 +20,7 @@ Everything may be called from one thread; commands may come from several. OSErro
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -161,7 +161,7 @@ class Relay:
 
     def take(self, most: int = _BATCH) -> list[Event]:
         count = lib.relay_take(self._relay, self._events, min(most, _BATCH))
-        return [_event(self._events[index]) for index in range(count)]
+        return [_MAKE[raw.kind](raw) for raw in self._events[0:count]]
 
     def open(self, pair: int, addresses: Sequence[tuple[str, int]], first: bytes, up: int, down: int) -> None:
         """Dials the addresses in order, 250 ms apart, and keeps the first that answers: Opened, or Failed.
@@ -207,10 +207,6 @@ class Relay:
             lib.relay_stop(relay)
 
 
-def _event(raw: Any) -> Event:
-    return _MAKE[raw.kind](raw)
-
-
 def _data(raw: Any) -> Data:
     return Data(raw.pair, _DIRECTIONS[raw.direction], ffi.unpack(ffi.cast("char *", raw.data), raw.length))
 
@@ -222,7 +218,7 @@ def _text(raw: Any) -> str:
 
 _DIRECTIONS = (Direction.UP, Direction.DOWN)
 _REASONS = tuple(Reason)
-_MAKE: dict[int, Any] = {
+_MAKE: dict[int, Callable[[Any], Event]] = {
     1: lambda raw: Accepted(raw.pair, raw.sandbox, _text(raw), raw.port, bool(raw.flag)),
     2: _data,
     3: lambda raw: Ended(raw.pair, _DIRECTIONS[raw.direction]),
