@@ -18,7 +18,9 @@ Options:
   --assets-dir DIR     kernel and images; several daemons may share it [assets in the state directory]
   --backend NAME       auto or qemu [default: auto]
   --end-sandboxes      end all sandboxes when the daemon stops
-  --uid-base N         as root: the first of 4096 uids for virtual machines [900000]
+  --uid-base N         as root: the first of 4096 uids for virtual machines, and two behind them [900000]
+  --policy FILE        what sandboxes may have, as YAML [the built-in policy]
+  --no-network         as root: give no sandbox a network
   --build-dir DIR      where the native programs are [build beside this package]
   --version            print the version and exit
   --help               print this and exit
@@ -30,13 +32,14 @@ import hashlib
 import logging
 import os
 import resource
+import shutil
 import signal
 import socket
 import stat
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -45,21 +48,28 @@ import anyio
 import anyio.abc
 import anyio.from_thread
 import anyio.lowlevel
+import anyio.to_thread
 from docopt import DocoptExit, docopt
 
+from egress import network
+from egress.control import Event
+from sandboxd import policy as rules
+from sandboxd import policy_file, registries, unixpath
 from sandboxd import settings as flags
-from sandboxd import unixpath
 from sandboxd.adopt import adopt, lock, make_private
+from sandboxd.assets import apt
 from sandboxd.assets import prepare as images
 from sandboxd.assets.prepare import Assets
 from sandboxd.errors import SandboxError, SetupError
+from sandboxd.events import EventFile
 from sandboxd.policy import Policy
+from sandboxd.registries import Registries
 from sandboxd.serve import Server
-from sandboxd.service import AssetsState, Backend, Places, Service
+from sandboxd.service import AssetsState, Backend, Egress, Places, Service
 from sandboxd.settings import Settings
 from sandboxd.store import Store
 from sandboxd.termsafe import clean
-from sandboxd.uids import COUNT, Uids
+from sandboxd.uids import COUNT, Uids, network_uids
 from sandboxd.vm import kvm, qemu
 from sandboxd.vm.commands import Accelerator, Tools, find_tools
 from sandboxd.vm.machine import Machine, MachineSpec
@@ -121,18 +131,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What the daemon is put together from: a backend, what it settles once the images are there (and says in one
-    line), where images come from."""
+    line), where images come from; what gives sandboxes a network, why none is given, and the host's registries."""
 
     backend: Backend
     settle: Callable[[Assets, int | None], Awaitable[str]]
     prepare: Callable[[Path, Path, images.Report], Assets]
+    egress: Callable[[Callable[[Event], None]], AbstractAsyncContextManager[Egress]]
+    no_network: str
+    registries: Callable[[], Registries]
 
 
 def parts(settings: Settings) -> Parts:
     tools = find_tools(settings.build_dir / "sandbox-vsock", instance(settings.state_dir), Accelerator.TCG)
     uids = range(settings.uid_base, settings.uid_base + COUNT) if os.geteuid() == 0 else range(0)
     backend = Qemu(tools, uids, settings.state_dir)
-    return Parts(backend, backend.settle, images.prepare)
+    own = instance(settings.state_dir)
+
+    def egress(on_event: Callable[[Event], None]) -> network.Egress:
+        proxy_uids = network_uids(settings.uid_base)
+        return network.Egress(settings.state_dir, own, proxy_uids, on_event, lambda line: log.info("%s", clean(line)))
+
+    return Parts(backend, backend.settle, images.prepare, egress, _no_network(settings), _registries)
+
+
+def _no_network(settings: Settings) -> str:
+    """Why no sandbox can have a network here; empty where one can."""
+    if os.geteuid() != 0:
+        return "only a root sandboxd can give sandboxes a network"
+    if settings.no_network:
+        return "--no-network"
+    if lacking := network.missing():
+        raise SetupError("".join(f"{line}\n" for line in lacking) + "With --no-network no sandbox gets a network.")
+    return ""
+
+
+def _registries() -> Registries:
+    try:
+        sources = [(source.uri, source.suite) for source in apt.host_sources()]
+    except SetupError:
+        sources = []        # `prepare` says so where it matters
+    return registries.read(sources, os.environ)
 
 
 async def run(settings: Settings, choose: Callable[[Settings], Parts]) -> None:
@@ -158,17 +196,19 @@ async def run(settings: Settings, choose: Callable[[Settings], Parts]) -> None:
 async def _serve(
     settings: Settings, chosen: Parts, store: Store, uids: Uids | None, listener: socket.socket
 ) -> None:
-    policy = Policy()
+    policy, used, why = await _policy(settings, chosen)
     places = Places(settings.state_dir)
     assets = AssetsState()
+    events = EventFile(settings.state_dir)
     adopted = await adopt(places, store, chosen.backend)
-    async with Service(places, store, chosen.backend, policy, assets, uids) as service:
-        for one in adopted:
-            service.restore(one.record, one.machine)
+    async with AsyncExitStack() as parts:
+        egress = await _networks(settings, chosen, events, parts)
+        service = Service(places, store, chosen.backend, policy, assets, uids, egress, events, used.files)
+        await parts.enter_async_context(service)
+        await service.restore((one.record, one.machine) for one in adopted)
         log.info(
             "version %s, API %s, listening on unix://%s, backend %s, network ceiling %s (%s), image %s",
-            _version(), API_VERSION, settings.socket, chosen.backend.name, policy.ceiling,
-            "egress is not built yet", policy.default_image,
+            _version(), API_VERSION, settings.socket, chosen.backend.name, policy.ceiling, why, policy.default_image,
         )  # fmt: skip
         server = Server(service)
         async with anyio.create_task_group() as tasks:
@@ -181,7 +221,35 @@ async def _serve(
                 await server.stop()
                 if settings.end_sandboxes:
                     await service.end_all()
+                    if egress is not None:
+                        await egress.end()
                 tasks.cancel_scope.cancel()
+
+
+async def _policy(settings: Settings, chosen: Parts) -> tuple[Policy, Registries, str]:
+    """What is permitted here, the registries it was made with, and why the ceiling is what it is."""
+    used = Registries() if chosen.no_network else await anyio.to_thread.run_sync(chosen.registries)
+    policy = rules.built_in(used.names)
+    if settings.policy is not None:
+        policy = policy_file.read(settings.policy, policy)
+    if chosen.no_network:
+        return rules.without_network(policy), used, chosen.no_network
+    return rules.with_network(policy), used, f"policy {settings.policy}" if settings.policy else "built-in policy"
+
+
+async def _networks(
+    settings: Settings, chosen: Parts, events: EventFile, held: AsyncExitStack
+) -> Egress | None:
+    """What gives sandboxes a network, until `held` is left. Where none is given, what an earlier daemon gave ends."""
+    if not chosen.no_network:
+        return await held.enter_async_context(chosen.egress(events.add))
+    left = settings.state_dir / "egress"
+    if left.exists() and os.geteuid() == 0:
+        async with chosen.egress(events.add) as earlier:
+            await earlier.sweep(())
+            await earlier.end()
+        shutil.rmtree(left)
+    return None
 
 
 async def _prepare(settings: Settings, chosen: Parts, assets: AssetsState, uids: Uids | None) -> None:

@@ -94,7 +94,7 @@ async def _look(places: Places, store: Store, backend: Backend, record: SandboxR
     log.warning("%s: its machine is gone: it is shown as terminated", record.id)
     put_aside(places, record.id)
     ended = replace(record, state=move(record.state, State.TERMINATED), ended_because="its machine is gone")
-    store.put_ended(ended)
+    store.put_done(ended)
     return Adopted(ended, None)
 
 

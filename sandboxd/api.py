@@ -39,6 +39,7 @@ from sandboxd.errors import (
     Unavailable,
     Unsupported,
 )  # fmt: skip
+from sandboxd.events import Decision
 from sandboxd.guest import Source
 from sandboxd.policy import CAPABILITIES
 from sandboxd.processes import Finished, Process
@@ -150,8 +151,9 @@ async def _capabilities(service: Service, _: Request) -> Reply:
     policy = service.policy
     limits = wire.Limits(**{name: getattr(policy.limits, name) for name in wire.Limits.__struct_fields__})
     offer = wire.NetworkOffer(
-        default=_network(policy.default_network), ceiling=policy.ceiling, may_allow=policy.may_allow
-    )
+        default=_network(policy.default_network), ceiling=policy.ceiling, may_allow=policy.may_allow,
+        may_allow_tcp=policy.may_allow_tcp,
+    )  # fmt: skip
     return _ok(
         wire.Capabilities(
             api_version=wire.API_VERSION, backend=service.backend_name, limits=limits, network=offer,
@@ -183,12 +185,38 @@ async def _get(service: Service, request: Request) -> Reply:
 
 async def _update(service: Service, request: Request) -> Reply:
     asked = await _json(request, wire.PatchRequest)
-    return _ok(_sandbox(service.update(request.path["ref"], asked)))
+    return _ok(_sandbox(await service.update(request.path["ref"], asked)))
 
 
 async def _delete(service: Service, request: Request) -> Reply:
     await service.delete(request.path["ref"])
     return Reply(204)
+
+
+async def _egress(service: Service, request: Request) -> Reply:
+    network, decisions = await service.egress(request.path["ref"])
+    names = [_egress_name(one) for one in decisions]
+    return _ok(
+        wire.Egress(
+            mode=network.mode, allow=network.allow, deny=network.deny, allow_tcp=network.allow_tcp, names=names
+        )
+    )
+
+
+async def _event(service: Service, request: Request) -> Reply:
+    found = await service.event(request.path["ref"])
+    remedy, why_none = rules.remedy(found.rule, found.by, found.name, found.port, service.policy)
+    if found.kind == "denied":
+        why = " ".join(text for text in (found.why, why_none) if text)
+    else:
+        remedy, why = "", f"The rule that allows it: {found.rule}."
+    return _ok(
+        wire.Event(
+            time=_time(found.last_at), type=f"egress.{found.kind}", sandbox=found.sandbox, id=found.id,
+            name=found.name, port=found.port, rule=found.rule, by=found.by, count=found.count, why=why, remedy=remedy,
+            bytes_in=found.bytes_in, bytes_out=found.bytes_out,
+        )
+    )  # fmt: skip
 
 
 # -- processes
@@ -375,8 +403,8 @@ HANDLERS: dict[str, Handler] = {
     "snapshot_schedule": _without("memory_snapshot"),
     "metrics": _without("metrics"),
     "events": _without("audit", of_sandbox=False),
-    "egress": _without("egress_allowlist"),
-    "event": _without("egress_allowlist", of_sandbox=False),
+    "egress": _egress,
+    "event": _event,
     "snapshots": _without("memory_snapshot", of_sandbox=False),
     "delete_snapshot": _without("memory_snapshot", of_sandbox=False),
     "create_volume": _without("volumes", of_sandbox=False),
@@ -548,7 +576,15 @@ def _ok(value: wire.Answer, status: int = 200) -> Reply:
 
 
 def _network(network: Network) -> wire.Network:
-    return wire.Network(mode=network.mode, allow=network.allow, deny=network.deny)
+    return wire.Network(mode=network.mode, allow=network.allow, deny=network.deny, allow_tcp=network.allow_tcp)
+
+
+def _egress_name(one: Decision) -> wire.EgressName:
+    return wire.EgressName(
+        id=one.id, name=one.name, port=one.port, decision=one.kind, rule=one.rule, by=one.by, count=one.count,
+        connections=one.connections, bytes_in=one.bytes_in, bytes_out=one.bytes_out,
+        first_at=_time(one.first_at), last_at=_time(one.last_at),
+    )  # fmt: skip
 
 
 def _sandbox(record: SandboxRecord) -> wire.Sandbox:

@@ -9,10 +9,11 @@ repeated, within the boot's deadline.
 
 from __future__ import annotations
 
+import base64
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +29,8 @@ ANSWER_S = 60.0
 BUNDLE_S = 3600.0
 PING_S = 3.0
 GREETING_BYTES = 32
+FILE_MODE = 0o644
+"""Of what `configure` writes; everybody in the guest reads it."""
 READ_BYTES = protocol.CHUNK_BYTES
 
 _GREETING = re.compile(rb"OK [0-9]{1,10}\Z")
@@ -202,11 +205,17 @@ class Guest:
         async with self.request(PING_S, "ping") as (answer, _):
             return answer
 
-    async def configure(self, hostname: str, env: dict[str, str]) -> None:
-        """Once per machine. The values of `env` are in no error of this call."""
+    async def configure(
+        self, hostname: str, env: dict[str, str], network: dict[str, Any] | None, files: Mapping[str, bytes]
+    ) -> None:
+        """Once per machine. `files` are by path; `network` is the protocol's, None without an interface. The values
+        of `env` are in no error of this call."""
+        written = [
+            {"path": path, "mode": FILE_MODE, "data": base64.b64encode(data).decode()} for path, data in files.items()
+        ]
         await self._ask(
             "configure", hostname=hostname, machine_id=secrets.token_hex(16), entropy=secrets.token_hex(32),
-            time_ns=time.time_ns(), env=env,
+            time_ns=time.time_ns(), env=env, network=network, files=written,
         )  # fmt: skip
 
     async def execute(self, end_stdin: bool, **fields: Any) -> Session:

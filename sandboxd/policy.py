@@ -2,7 +2,8 @@
 
 `resolve` is the one place where a create is checked, in the order the API promises; `network` the one place
 where a network policy is decided. A request is permitted as it stands or refused with the rule it broke,
-never adjusted. Messages name names, never an environment's value.
+never adjusted. What is allowed already is narrowed, by `narrowed` alone, when the operator's policy has become
+stricter. Messages name names, never an environment's value.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import math
 import posixpath
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
 
+from egress import policy as egress
 from sandboxd.errors import InvalidRequest, Refused, Unsupported
 from sandboxd.store import Network
 from sandboxd.wire import CreateRequest, NetworkRequest
@@ -23,8 +26,16 @@ CAPABILITIES = (
     "network_policy_update", "suspend", "memory_snapshot", "disk_snapshot", "egress_allowlist", "egress_open",
     "egress_tcp", "tunnel", "volumes", "metrics", "audit", "images", "workspace_bundle", "bind_workspace",
 )  # fmt: skip
+EGRESS = frozenset({"network_policy_update", "egress_allowlist", "egress_open", "egress_tcp"})
+"""What a daemon has that can give a sandbox a network."""
+WEB_PORT = 443
 MODES = ("none", "allowlist", "open")
 """From the strictest on."""
+BASELINE = (
+    "api.anthropic.com", "api.openai.com", "codeload.github.com", "github.com", "objects.githubusercontent.com",
+    "raw.githubusercontent.com",
+)  # fmt: skip
+"""Beside the registries that the host is configured to use."""
 
 RESERVED_ENV = frozenset(
     {
@@ -39,10 +50,11 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\Z")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}\Z")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 LABEL_KEY = re.compile(r"[a-z0-9][a-z0-9._/-]{0,62}\Z")
-HOST_LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\Z")
 BRANCH = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}\Z")
 COMMIT = re.compile(r"[0-9a-f]{7,64}\Z")
 MAX_LABELS = 32
+MAX_ENTRY = 300
+"""Characters of an entry of a list of names, however it is written; a name has at most 253."""
 MIN_MEMORY_MB = 128
 """The guest's kernel and agent do not start in less."""
 MIN_DISK_MB = 64
@@ -62,7 +74,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The operator's decisions. The network part is what a backend without egress leaves of them."""
+    """The operator's decisions. The defaults of the network part are those of a daemon that has none to give.
+
+    `may_allow_tcp` holds `*` or `HOST:PORT`; names covered by `private` may have addresses that are not public.
+    """
 
     limits: Limits = field(default_factory=Limits)
     cpus: float = 1
@@ -73,7 +88,30 @@ class Policy:
     ceiling: str = "none"
     default_network: Network = field(default_factory=lambda: Network("none"))
     may_allow: tuple[str, ...] = ()
+    may_allow_tcp: tuple[str, ...] = ()
+    private: tuple[str, ...] = ()
     capabilities: frozenset[str] = frozenset({"workspace_bundle", "tunnel"})
+
+
+def built_in(registries: Collection[str]) -> Policy:
+    """The policy of an operator who wrote none, on a host that uses these registries. They may be mirrors of the
+    operator's own, so their addresses need not be public."""
+    allow = tuple(sorted({*BASELINE, *registries}))
+    return Policy(
+        ceiling="allowlist", default_network=Network("allowlist", allow), may_allow=("*",), may_allow_tcp=("*",),
+        private=tuple(sorted(registries)),
+    )  # fmt: skip
+
+
+def with_network(policy: Policy) -> Policy:
+    return replace(policy, capabilities=policy.capabilities | EGRESS)
+
+
+def without_network(policy: Policy) -> Policy:
+    """What is left of it where no sandbox can have a network."""
+    return replace(
+        policy, ceiling="none", default_network=Network("none"), may_allow=(), may_allow_tcp=(), private=()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,49 +167,117 @@ def resolve(request: CreateRequest, policy: Policy) -> Spec:
 
 def network(request: NetworkRequest | None, policy: Policy) -> Network:
     """API §4. `InvalidRequest` where it is malformed, `Refused` where a rule forbids it."""
+    default = policy.default_network
     if request is None:
-        return policy.default_network
-    mode = policy.default_network.mode if request.mode is None else request.mode
+        return default
+    mode = default.mode if request.mode is None else request.mode
     if mode not in MODES:
         raise InvalidRequest(f"network.mode must be one of {', '.join(MODES)}")
-    allow = None if request.allow is None else _hosts("network.allow", request.allow)
-    deny = _hosts("network.deny", request.deny or ())
-    if mode != "allowlist" and allow:
-        raise InvalidRequest(f"network.allow has no meaning with mode {mode}")
+    allow = None if request.allow is None else hosts("network.allow", request.allow)
+    allow_tcp = None if request.allow_tcp is None else services("network.allow_tcp", request.allow_tcp)
+    # The server's own refusals stay: a request may add to them.
+    deny = tuple(sorted({*default.deny, *hosts("network.deny", request.deny or ())}))
+    for name, given in (("allow", allow), ("allow_tcp", allow_tcp)):
+        if mode != "allowlist" and given:
+            raise InvalidRequest(f"network.{name} has no meaning with mode {mode}")
     if MODES.index(mode) > MODES.index(policy.ceiling):
         raise Refused(f"network mode {mode} is above this server's ceiling, {policy.ceiling}")
     if mode == "none":
         return Network("none")
     if mode == "open":
         return Network("open", None, deny)
-    defaults = policy.default_network.allow or ()
-    if allow is None:
-        allow = defaults
+    allow = (default.allow or ()) if allow is None else allow
+    allow_tcp = default.allow_tcp if allow_tcp is None else allow_tcp
     for host in allow:
-        if host not in defaults and not any(covers(pattern, host) for pattern in policy.may_allow):
-            raise Refused(f"network.allow: {host} is not among the names this server may allow")
-    if not allow:
+        if not _any(egress.covers, _offered(policy), host):
+            raise Refused(
+                f"network.allow: {host} is neither on this server's default list nor among the names it may allow "
+                "(network.may_allow in its policy)"
+            )
+    for service in allow_tcp:
+        if not _any(covers_service, _offered_tcp(policy), service):
+            raise Refused(
+                f"network.allow_tcp: {service} is neither on this server's default list nor among what it may allow "
+                "(network.may_allow_tcp in its policy)"
+            )
+    if not allow and not allow_tcp:
         raise Refused("network.allow: an allowlist that names nothing is refused; ask for mode none")
-    return Network("allowlist", allow, deny)
+    return Network("allowlist", allow, deny, allow_tcp)
 
 
-def covers(pattern: str, host: str) -> bool:
-    """Whether a `may_allow` entry permits a name, or a wildcard no broader than itself."""
-    if pattern == "*":
+def narrowed(network: Network, policy: Policy) -> Network:
+    """What is left of a sandbox's network under a policy that it was not made under: what both allow, else none."""
+    default = policy.default_network
+    if network.mode == "none" or policy.ceiling == "none":
+        return Network("none")
+    deny = tuple(sorted({*network.deny, *default.deny}))
+    if network.mode == "open":
+        if policy.ceiling == "open":
+            return Network("open", None, deny)
+        allow, allow_tcp = default.allow or (), default.allow_tcp
+    else:
+        allow = _both(egress.covers, network.allow or (), _offered(policy))
+        allow_tcp = _both(covers_service, network.allow_tcp, _offered_tcp(policy))
+    return Network("allowlist", allow, deny, allow_tcp) if allow or allow_tcp else Network("none")
+
+
+def enforced(network: Network, policy: Policy) -> egress.Policy:
+    """A sandbox's network as egress is told of it."""
+    return egress.Policy(
+        egress.Mode(network.mode), network.allow or (), network.deny, network.allow_tcp, policy.private
+    )
+
+
+def remedy(rule: str, by: str, name: str, port: int, policy: Policy) -> tuple[str, str]:
+    """The command line's flag that would allow what was refused, or else none and why there is none."""
+    # A query for a name has no port; what it leads to is nearly always the web.
+    port = WEB_PORT if by == egress.By.DNS.value else port
+    flag = egress.remedy(rule, name, port)
+    if not flag:
+        return "", NO_REMEDY.get(rule, "")
+    if flag.startswith("--allow-tcp "):
+        offered = _any(covers_service, _offered_tcp(policy), f"{name}:{port}")
+    else:
+        offered = _any(egress.covers, _offered(policy), name)
+    return (flag, "") if offered else ("", "This server's policy does not let a sandbox be allowed this.")
+
+
+NO_REMEDY = {
+    "deny-list": "A name on the deny list is refused whatever else is allowed.",
+    "no-name": "Only what says which name it wants can be allowed.",
+    "address": "An address cannot be allowed, only a name.",
+    "mode-none": "A sandbox made without a network cannot be given one; start another.",
+    "not-redirected": "Nothing in a sandbox may talk to the proxy itself.",
+    "names-disagree": "A request must name one host, the same everywhere.",
+    "malformed": "What was sent cannot be read in one way only.",
+    "private-address": (
+        "Only the operator can let a name lead to addresses that are not public (network.private in the policy)."
+    ),
+    "unresolved": "The name is allowed, but the server found no address for it.",
+    "unreachable": "The name is allowed, but none of its addresses could be reached.",
+    "too-many-names": "A sandbox can use a limited number of names in its life; start another.",
+    "too-many-refusals": "These refusals were too many to be told one by one.",
+}
+"""Why no flag helps, by the rule that refused."""
+
+
+def covers_service(rule: str, service: str) -> bool:
+    """Whether a rule permits a `HOST:PORT`, or a wildcard's no broader than itself."""
+    if rule == "*":
         return True
-    if pattern.startswith("*."):
-        return host.removeprefix("*").endswith(pattern[1:]) and host != pattern[2:]
-    return host == pattern
+    rule_host, _, rule_port = rule.rpartition(":")
+    host, _, port = service.rpartition(":")
+    return rule_port == port and egress.covers(rule_host, host)
 
 
-def host_name(text: str) -> str:
-    """A name for an allow or deny list, normalised. Addresses and bare wildcards are refused."""
-    host = text.lower().removesuffix(".")
-    labels = host.removeprefix("*.").split(".")
-    numeric = all(label.isdigit() for label in labels)
-    if len(host) > 253 or numeric or not all(HOST_LABEL.match(label) for label in labels):
-        raise InvalidRequest(f"{printable(text)} is not a host name")
-    return host
+def hosts(field_name: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Names in normal form, each once, in order. `InvalidRequest` says which is none."""
+    return _normal(egress.normal, field_name, names)
+
+
+def services(field_name: str, texts: Iterable[str]) -> tuple[str, ...]:
+    """`HOST:PORT`s likewise."""
+    return _normal(egress.normal_tcp, field_name, texts)
 
 
 def sandbox_name(text: str) -> str:
@@ -247,11 +353,38 @@ def printable(text: str) -> str:
     return ascii(text if len(text) <= 80 else text[:80] + "…")
 
 
-def _hosts(field_name: str, hosts: tuple[str, ...]) -> tuple[str, ...]:
-    try:
-        return tuple(sorted({host_name(host) for host in hosts}))
-    except InvalidRequest as fault:
-        raise InvalidRequest(f"{field_name}: {fault.message}") from None
+def _normal(normal: Callable[[str], str], field_name: str, texts: Iterable[str]) -> tuple[str, ...]:
+    found = set()
+    for text in texts:
+        if len(text) > MAX_ENTRY:
+            raise InvalidRequest(f"{field_name}: {printable(text)} is too long")
+        try:
+            found.add(normal(text))
+        except ValueError as fault:
+            raise InvalidRequest(f"{field_name}: {fault}") from None
+    return tuple(sorted(found))
+
+
+def _offered(policy: Policy) -> tuple[str, ...]:
+    return (*(policy.default_network.allow or ()), *policy.may_allow)
+
+
+def _offered_tcp(policy: Policy) -> tuple[str, ...]:
+    return (*policy.default_network.allow_tcp, *policy.may_allow_tcp)
+
+
+def _any(covers: Callable[[str, str], bool], rules: Iterable[str], wanted: str) -> bool:
+    return any(covers(rule, wanted) for rule in rules)
+
+
+def _both(
+    covers: Callable[[str, str], bool], allowed: tuple[str, ...], offered: tuple[str, ...]
+) -> tuple[str, ...]:
+    """What both lists cover: of two patterns that overlap, one covers the other."""
+    kept: set[str] = set()
+    for one in allowed:
+        kept.update([one] if _any(covers, offered, one) else (other for other in offered if covers(one, other)))
+    return tuple(sorted(kept))
 
 
 def _within(field_name: str, value: int, least: int, most: int) -> None:

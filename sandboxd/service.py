@@ -13,19 +13,22 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import secrets
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import anyio
 import anyio.abc
 import anyio.to_thread
 
+from egress.network import EgressError, Link
+from egress.policy import Policy as EgressPolicy
 from sandboxd import policy as rules
 from sandboxd.assets.prepare import Assets, Progress
 from sandboxd.errors import (
@@ -39,11 +42,12 @@ from sandboxd.errors import (
     Unavailable,
     Unsupported,
 )  # fmt: skip
+from sandboxd.events import Decision, EventFile, decision, merged
 from sandboxd.guest import Connection, Download, Guest, GuestGone, GuestRefused, Source
 from sandboxd.lifecycle import State, move
 from sandboxd.policy import Policy, Spec
 from sandboxd.processes import Command, Finished, Process, Processes
-from sandboxd.store import ProcessRecord, SandboxRecord, Store
+from sandboxd.store import Network, ProcessRecord, SandboxRecord, Store
 from sandboxd.termsafe import clean, first_line
 from sandboxd.uids import Claim, Uids
 from sandboxd.vm.machine import Drive, Machine, MachineSpec
@@ -58,6 +62,7 @@ MAX_TERMINATED = 100
 MIN_FREE_MB = 256
 """No sandbox is created with less free on the state directory's file system, unless its whole disk is smaller."""
 MESSAGE_CHARS = 500
+EVENT_ID = re.compile(r"[a-z2-7]{8}\Z")
 SIGNALS = ("INT", "TERM", "KILL", "HUP")
 
 log = logging.getLogger("sandboxd")
@@ -76,6 +81,25 @@ class Backend(Protocol):
     def sweep(self, sandboxes: Path, known: frozenset[str]) -> None: ...
 
 
+class Egress(Protocol):
+    """What gives sandboxes their network: `egress.network.Egress`. A policy is in force when its call returns, and at
+    no moment does anything pass that both the old and the new one forbid."""
+
+    async def open(self, sandbox_id: str, policy: EgressPolicy, names: Path) -> Link: ...
+
+    async def adopt(self, sandbox_id: str, policy: EgressPolicy, names: Path) -> bool: ...
+
+    async def update(self, sandbox_id: str, policy: EgressPolicy) -> None: ...
+
+    async def close(self, sandbox_id: str) -> None: ...
+
+    async def report(self, sandbox_id: str) -> list[dict[str, object]]: ...
+
+    async def sweep(self, known: Collection[str]) -> list[str]: ...
+
+    async def end(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Places:
     """The state directory, laid out."""
@@ -91,6 +115,10 @@ class Places:
 
     def scratch(self, sandbox_id: str) -> Path:
         return self.machine(sandbox_id) / "scratch.img"
+
+    def names(self, sandbox_id: str) -> Path:
+        """Which address each name was given in this sandbox."""
+        return self.machine(sandbox_id) / "names"
 
     @property
     def outputs(self) -> Path:
@@ -139,6 +167,8 @@ class Live:
         self.processes = processes
         self.machine: Machine | None = None
         self.claim: Claim | None = None
+        self.networked = False
+        self.changing = anyio.Lock()
         self.creating: anyio.CancelScope | None = None
         self.gone = anyio.Event()
         self.requests = 0
@@ -172,12 +202,14 @@ class Service:
 
     def __init__(
         self, places: Places, store: Store, backend: Backend, policy: Policy, assets: AssetsState,
-        uids: Uids | None,
+        uids: Uids | None, egress: Egress | None, events: EventFile, guest_files: Mapping[str, bytes],
     ) -> None:  # fmt: skip
+        """`egress` is None where no sandbox has a network; `guest_files` are for those that have one."""
         self.policy = policy
         self.backend_name = backend.name
         self._places, self._store, self._backend = places, store, backend
         self._assets, self._uids = assets, uids
+        self._egress, self._events, self._guest_files = egress, events, guest_files
         self._sandboxes: dict[str, Live] = {}
         self._tasks = anyio.create_task_group()
 
@@ -194,6 +226,7 @@ class Service:
 
     async def create(self, request: CreateRequest) -> SandboxRecord:
         spec = rules.resolve(request, self.policy)
+        self._require_enforced(spec.network)
         assets = self._assets.get()
         self._require_room(spec.disk_mb)
         live = self._register(spec)
@@ -226,28 +259,57 @@ class Service:
         live.active_at = time.monotonic()
         return live.record
 
-    def update(self, ref: str, request: PatchRequest) -> SandboxRecord:
-        live = self._find(ref)
-        live.active_at = time.monotonic()
-        record = live.record
+    async def update(self, ref: str, request: PatchRequest) -> SandboxRecord:
+        """All of it, or nothing where a part is refused. A new network is in force when this returns."""
+        live = self._touched(ref)
+        if request.network is not None and "network_policy_update" not in self.policy.capabilities:
+            raise Unsupported("this endpoint does not have the capability network_policy_update")
+        if all(getattr(request, name) is None for name in PatchRequest.__struct_fields__):
+            raise InvalidRequest("nothing to change: network, name, labels or idle_timeout_secs")
+        async with live.changing:
+            old = live.record
+            new = self._changed(old, request)
+            if new.name != old.name:
+                self._require_free(new.name)
+            self._store.put(new)
+            live.record = new
+            if new.network != old.network:
+                # A client that leaves must not leave the two halves of a change apart.
+                with anyio.CancelScope(shield=True):
+                    await self._change_network(live, old)
+            return live.record
+
+    def _changed(self, record: SandboxRecord, request: PatchRequest) -> SandboxRecord:
+        new = record
         if request.network is not None:
-            raise Unsupported("this endpoint cannot change the network of a running sandbox")
-        if request.name is None and request.labels is None and request.idle_timeout_secs is None:
-            raise InvalidRequest("nothing to change: name, labels or idle_timeout_secs")
+            new = replace(new, network=rules.network(request.network, self.policy))
+            self._require_enforced(new.network)
         if request.name is not None:
-            record = replace(record, name=rules.sandbox_name(request.name) if request.name else "")
+            new = replace(new, name=rules.sandbox_name(request.name) if request.name else "")
         if request.labels is not None:
-            record = replace(record, labels=rules.check_labels(request.labels))
+            new = replace(new, labels=rules.check_labels(request.labels))
         if request.idle_timeout_secs is not None:
             idle = rules.idle_timeout(request.idle_timeout_secs, self.policy.limits)
-            record = replace(record, idle_timeout_secs=idle)
-        if record.state not in (State.RUNNING, State.SUSPENDED):
+            new = replace(new, idle_timeout_secs=idle)
+        usable = (State.RUNNING,) if request.network is not None else (State.RUNNING, State.SUSPENDED)
+        if record.state not in usable:
             raise Conflict(f"the sandbox is {record.state.value}")
-        if record.name != live.record.name:
-            self._require_free(record.name)
-        self._store.put(record)
-        live.record = record
-        return record
+        if record.network.mode == "none" and new.network.mode != "none":
+            raise Conflict("the sandbox has no network and cannot be given one; start another")
+        return new
+
+    async def _change_network(self, live: Live, old: SandboxRecord) -> None:
+        """Puts the record's network in force, or the old record back."""
+        assert self._egress is not None
+        try:
+            await self._egress.update(old.id, rules.enforced(live.record.network, self.policy))
+        except EgressError as fault:
+            log.error("%s: its network could not be changed: %s", old.id, clean(str(fault)))
+            if live.record.state is not State.TERMINATED:
+                live.record = old
+                self._store.put_done(old)
+            raise Internal("the network could not be changed") from None
+        log.info("%s: sandbox.network_updated, reason request: %s", old.id, live.record.network.mode)
 
     async def delete(self, ref: str) -> None:
         live = self._find(ref)
@@ -266,6 +328,25 @@ class Service:
             for live in list(self._sandboxes.values()):
                 if live.record.state is not State.TERMINATED:
                     tasks.start_soon(self.delete, live.record.id)
+
+    # -- what their networks are used for
+
+    async def egress(self, ref: str) -> tuple[Network, list[Decision]]:
+        """The network as it is, and each name that was asked for. Reading it is no activity."""
+        live = self._find(ref)
+        record = live.record
+        known = {one.id: one for one in await anyio.to_thread.run_sync(self._events.of, record.id)}
+        if live.networked and self._egress is not None:
+            for row in await self._egress.report(record.id):
+                if (one := decision(record.id, row)) is not None:
+                    known[one.id] = one
+        return record.network, merged(known.values())
+
+    async def event(self, event_id: str) -> Decision:
+        found = await anyio.to_thread.run_sync(self._events.find, event_id) if EVENT_ID.match(event_id) else None
+        if found is None:
+            raise NotFound("no such event, or it is too long ago")
+        return found
 
     # -- processes
 
@@ -362,18 +443,49 @@ class Service:
 
     # -- after a restart
 
-    def restore(self, record: SandboxRecord, machine: Machine | None) -> None:
-        """A sandbox of an earlier daemon; without a machine it has ended."""
-        live = self._add(record)
-        if machine is None:
-            live.processes.stop()
-            live.gone.set()
-            return
-        live.machine = machine
-        if self._uids is not None and record.uid is not None:
-            live.claim = self._uids.reclaim(record.uid)
-        self._tasks.start_soon(self._guarded, self._watch_machine, live)
-        self._tasks.start_soon(self._guarded, self._take_back, live)
+    async def restore(self, found: Iterable[tuple[SandboxRecord, Machine | None]]) -> None:
+        """The sandboxes of an earlier daemon; one without a machine has ended. Their networks are narrowed to what is
+        permitted now before anything else is done, and those that belong to no sandbox are removed."""
+        running = []
+        for record, machine in found:
+            live = self._add(record)
+            live.machine = machine
+            if machine is None:
+                live.processes.stop()
+                live.gone.set()
+            else:
+                running.append(live)
+        async with anyio.create_task_group() as tasks:
+            for live in running:
+                tasks.start_soon(self._take_network, live)
+        if self._egress is not None:
+            for sandbox_id in await self._egress.sweep([live.record.id for live in running if live.networked]):
+                log.info("%s: its network was still there: it is removed", sandbox_id)
+        for live in running:
+            if self._uids is not None and live.record.uid is not None:
+                live.claim = self._uids.reclaim(live.record.uid)
+            self._tasks.start_soon(self._guarded, self._watch_machine, live)
+            self._tasks.start_soon(self._guarded, self._take_back, live)
+
+    async def _take_network(self, live: Live) -> None:
+        """A sandbox keeps its network as far as the policy still permits it. One whose end of the link is gone, or
+        cannot be put under the policy, has none from now on."""
+        record = live.record
+        network, reason = rules.narrowed(record.network, self.policy), "policy"
+        if network.mode != "none":
+            assert self._egress is not None
+            policy = rules.enforced(network, self.policy)
+            try:
+                live.networked = await self._egress.adopt(record.id, policy, self._places.names(record.id))
+                reason = reason if live.networked else "its link is gone"
+            except EgressError as fault:
+                reason = str(fault)
+            if not live.networked:
+                network = Network("none")
+        if network != record.network:
+            live.record = replace(record, network=network)
+            self._store.put_done(live.record)
+            log.warning("%s: sandbox.network_updated, reason %s: %s", record.id, clean(reason), network.mode)
 
     async def _take_back(self, live: Live) -> None:
         """Until the guest has answered: a silent one keeps its disk and is asked again."""
@@ -418,23 +530,57 @@ class Service:
                 undo.callback(live.claim.close)
             scratch = self._places.scratch(sandbox_id)
             await make_scratch(scratch, spec.disk_mb)
-            machine = await self._backend.start(
-                MachineSpec(
-                    id=sandbox_id, cpus=math.ceil(spec.cpus), memory_mb=spec.memory_mb,
-                    kernel=assets.kernel, initramfs=assets.initramfs,
-                    drives=(Drive(assets.runtime, True), Drive(assets.image, True), Drive(scratch, False)),
-                    directory=directory, uid=_uid(live.claim),
-                )
+            link = await self._open_link(live, undo)
+            spec_of_machine = MachineSpec(
+                id=sandbox_id, cpus=math.ceil(spec.cpus), memory_mb=spec.memory_mb,
+                kernel=assets.kernel, initramfs=assets.initramfs,
+                drives=(Drive(assets.runtime, True), Drive(assets.image, True), Drive(scratch, False)),
+                directory=directory, uid=_uid(live.claim),
+                tap_fd=None if link is None else link.tap_fd, mac="" if link is None else link.guest.mac,
             )  # fmt: skip
+            try:
+                machine = await self._backend.start(spec_of_machine)
+            finally:
+                if link is not None:
+                    link.close_tap()
             undo.push_async_callback(_shielded, machine.terminate)
             guest = Guest(machine.vsock_path)
             await _before_exit(machine, "waiting for the guest agent", lambda: guest.wait_ready(BOOT_S))
             hostname = (live.record.name or sandbox_id.replace("_", "-")).rstrip("-")
-            await _before_exit(machine, "configuring the guest", lambda: guest.configure(hostname, spec.env))
+            network = None if link is None else _interface(link)
+            files = {} if link is None else self._guest_files
+            await _before_exit(
+                machine, "configuring the guest", lambda: guest.configure(hostname, spec.env, network, files)
+            )
             running = replace(live.record, state=move(live.record.state, State.RUNNING), uid=_uid(live.claim))
             self._store.put(running)
             live.record, live.machine = running, machine
             undo.pop_all()
+
+    async def _open_link(self, live: Live, undo: AsyncExitStack) -> Link | None:
+        """The sandbox's own network, where it is to have one: closed before anything can use it."""
+        record = live.record
+        if record.network.mode == "none":
+            return None
+        assert self._egress is not None
+        policy = rules.enforced(record.network, self.policy)
+        try:
+            link = await self._egress.open(record.id, policy, self._places.names(record.id))
+        except EgressError as fault:
+            log.error("%s: its network could not be made: %s", record.id, clean(str(fault)))
+            raise Internal("the sandbox's network could not be made") from None
+        undo.push_async_callback(_shielded, self._close_link, live)
+        live.networked = True
+        return link
+
+    async def _close_link(self, live: Live) -> None:
+        """Whatever goes wrong with it holds nothing else up: the next start removes what is left."""
+        if live.networked and self._egress is not None:
+            live.networked = False
+            try:
+                await self._egress.close(live.record.id)
+            except EgressError as fault:
+                log.error("%s: its network was not removed: %s", live.record.id, clean(str(fault)))
 
     async def _end(self, live: Live, reason: str, keep_disk: bool) -> None:
         """The one way a sandbox ends. Its name is free at once; `gone` is set when nothing of it runs any
@@ -444,13 +590,15 @@ class Service:
         with anyio.CancelScope(shield=True):
             state = move(live.record.state, State.TERMINATED)
             live.record = replace(live.record, state=state, ended_because=reason)
-            self._store.put_ended(live.record)
+            self._store.put_done(live.record)
             live.processes.stop()
             assert live.machine is not None
             try:
                 await live.machine.terminate()
                 if keep_disk:
                     put_aside(self._places, live.record.id)
+                async with live.changing:
+                    await self._close_link(live)
                 await _remove_tree(self._places.machine(live.record.id))
             finally:
                 if live.claim is not None:
@@ -565,6 +713,11 @@ class Service:
         if free_mb < min(disk_mb, MIN_FREE_MB):
             raise Conflict(f"the server's disk is full: {free_mb} MiB are free for a new sandbox")
 
+    def _require_enforced(self, network: Network) -> None:
+        """Whatever the policy says: what nobody here would enforce is not promised."""
+        if network.mode != "none" and self._egress is None:
+            raise Unsupported(f"this endpoint cannot give a sandbox a network with mode {network.mode}")
+
     def _require_free(self, name: str) -> None:
         for live in self._sandboxes.values():
             if name and live.record.name == name and live.record.state is not State.TERMINATED:
@@ -658,6 +811,12 @@ async def _before_exit(machine: Machine, step: str, act: Callable[[], Awaitable[
         tasks.cancel_scope.cancel()
     if not done:
         raise BootFailed(f"{step}: {fault}", None, await machine.console_tail())
+
+
+def _interface(link: Link) -> dict[str, Any]:
+    """The guest's end of a link, as the guest protocol names it."""
+    guest = link.guest
+    return {"address": guest.address, "gateway": guest.gateway, "resolver": guest.resolver, "mtu": guest.mtu}
 
 
 async def _shielded(act: Callable[..., Awaitable[None]], *arguments: object) -> None:

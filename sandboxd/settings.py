@@ -33,6 +33,8 @@ class Settings:
     backend: str
     end_sandboxes: bool
     uid_base: int
+    policy: Path | None
+    no_network: bool
 
 
 def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> Settings:
@@ -55,6 +57,8 @@ def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> 
         backend=backend,
         end_sandboxes=bool(flags["--end-sandboxes"]),
         uid_base=int(base),
+        policy=_path(flags["--policy"]) if flags["--policy"] else None,
+        no_network=bool(flags["--no-network"]),
     )
 
 

@@ -48,6 +48,7 @@ class Network:
     mode: str
     allow: tuple[str, ...] | None = None
     deny: tuple[str, ...] = ()
+    allow_tcp: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,8 @@ class Store:
         """Written whole: new or changed. Raises `Internal` where it cannot be written."""
         self._write((record.id, 0), _PUT, _sandbox_row(record))
 
-    def put_ended(self, record: SandboxRecord) -> None:
-        """Of one that has ended: written now, or owed."""
+    def put_done(self, record: SandboxRecord) -> None:
+        """Of one to which something has happened already: written now, or owed."""
         self._write_or_owe((record.id, 0), _PUT, _sandbox_row(record))
 
     def forget(self, sandbox_id: str) -> None:
@@ -188,7 +189,8 @@ def _sandbox(body: dict[str, Any]) -> SandboxRecord:
     fields = body | {
         "state": State(body["state"]),
         "env_names": tuple(body["env_names"]),
-        "network": Network(network["mode"], allow, tuple(network["deny"])),
+        # An earlier version wrote no allow_tcp.
+        "network": Network(network["mode"], allow, tuple(network["deny"]), tuple(network.get("allow_tcp", ()))),
     }
     return SandboxRecord(**fields)
 

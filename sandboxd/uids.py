@@ -31,12 +31,14 @@ class Claim:
 
 
 class Uids:
-    """`base` and the `COUNT` uids from it on. Raises `SetupError` where they belong to somebody."""
+    """`base` and the `COUNT` uids from it on, then egress's and the resolver's. Raises `SetupError` where they belong
+    to somebody."""
 
     def __init__(self, base: int, locks: Path = LOCKS, subuid: str | None = None) -> None:
-        if not 1000 < base < (1 << 31) - COUNT:
+        every = COUNT + len(network_uids(base))
+        if not 1000 < base < (1 << 31) - every:
             raise SetupError(f"--uid-base {base} is not usable: take a number between 100000 and 2000000000")
-        owner = overlapping(_read("/etc/subuid") if subuid is None else subuid, base, COUNT)
+        owner = overlapping(_read("/etc/subuid") if subuid is None else subuid, base, every)
         if owner is not None:
             raise SetupError(
                 f"/etc/subuid gives uids from {base} on to {owner}; choose a free range with --uid-base"
@@ -65,6 +67,11 @@ class Uids:
             os.close(fd)
             return None
         return Claim(uid, fd)
+
+
+def network_uids(base: int) -> tuple[int, int]:
+    """Egress's and the resolver's: behind those of the VMMs."""
+    return base + COUNT, base + COUNT + 1
 
 
 def overlapping(subuid: str, base: int, count: int) -> str | None:

@@ -1,9 +1,10 @@
 """A `sandboxd` whose machines are `tests/fake_vmm.py`: everything but the VMM is the product's own.
 
-    python -m tests.sandboxd.fake_daemon STATE-DIR SOCKET [--end-sandboxes]
+    python -m tests.sandboxd.fake_daemon STATE-DIR SOCKET [--end-sandboxes] [--network] [--policy FILE]
 
 Started as a process of its own, so that it can be killed. Files in STATE-DIR/../knobs steer it: `boot_s` delays a
-machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with.
+machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with; `events`
+what the stand-in network tells, `report` what it answers, `no_open` and `no_update` let it fail.
 """
 
 from __future__ import annotations
@@ -19,14 +20,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import anyio
 
+from egress.control import Event
+from egress.network import EgressError, GuestNetwork, Link
+from egress.policy import Policy
 from sandboxd.__main__ import Parts, run
 from sandboxd.assets.prepare import Assets, Progress, Report
 from sandboxd.errors import BootFailed
+from sandboxd.registries import Registries
 from sandboxd.settings import Settings
 from sandboxd.vm.machine import Machine, MachineSpec
 
@@ -166,6 +173,85 @@ def recorded(directory: Path) -> int | None:
     return pid if os.fsencode(directory.name) in command else None
 
 
+class FakeEgress:
+    """`egress.network.Egress` without a network: what each sandbox may is a file, so that it outlives the daemon, and
+    every call is a line in `calls`."""
+
+    def __init__(self, place: Path, knobs: Path, on_event: Callable[[Event], None]) -> None:
+        self._place, self._knobs, self._on_event = place, knobs, on_event
+        self._tasks = anyio.create_task_group()
+
+    async def __aenter__(self) -> FakeEgress:
+        self._place.mkdir(exist_ok=True)
+        await self._tasks.__aenter__()
+        self._tasks.start_soon(self._tell)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._tasks.cancel_scope.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    async def open(self, sandbox_id: str, policy: Policy, names: Path) -> Link:
+        self._called("open", sandbox_id, policy)
+        if (self._knobs / "no_open").exists():
+            raise EgressError("the namespace: no room\x1b[31m")
+        os.close(os.open(names, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        self._file(sandbox_id).write_text(json.dumps(policy.as_json()))
+        tap = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        return Link(tap, GuestNetwork("172.16.0.2/30", "172.16.0.1", "172.16.0.1", "06:00:ac:10:00:02", 1500))
+
+    async def adopt(self, sandbox_id: str, policy: Policy, names: Path) -> bool:
+        self._called("adopt", sandbox_id, policy)
+        if not self._file(sandbox_id).exists():
+            return False
+        if (self._knobs / "no_update").exists():
+            raise EgressError("egress: it does not run")
+        self._file(sandbox_id).write_text(json.dumps(policy.as_json()))
+        return True
+
+    async def update(self, sandbox_id: str, policy: Policy) -> None:
+        self._called("update", sandbox_id, policy)
+        await anyio.sleep(0.05)
+        if (self._knobs / "no_update").exists():
+            raise EgressError("egress: it does not run")
+        self._file(sandbox_id).write_text(json.dumps(policy.as_json()))
+
+    async def close(self, sandbox_id: str) -> None:
+        self._called("close", sandbox_id)
+        self._file(sandbox_id).unlink(missing_ok=True)
+
+    async def report(self, sandbox_id: str) -> list[dict[str, object]]:
+        path = self._knobs / "report"
+        rows: list[dict[str, object]] = json.loads(path.read_text()) if path.exists() else []
+        return rows
+
+    async def sweep(self, known: Collection[str]) -> list[str]:
+        swept = [path.stem for path in self._place.glob("*.json") if path.stem not in known]
+        for sandbox_id in swept:
+            await self.close(sandbox_id)
+        return swept
+
+    async def end(self) -> None:
+        self._called("end", "")
+
+    async def _tell(self) -> None:
+        path = self._knobs / "events"
+        while True:
+            await anyio.sleep(0.02)
+            if path.exists():
+                told: list[dict[str, Any]] = json.loads(path.read_text())
+                for body in told:
+                    self._on_event(Event.from_json(body))
+                path.unlink()
+
+    def _file(self, sandbox_id: str) -> Path:
+        return self._place / f"{sandbox_id}.json"
+
+    def _called(self, verb: str, sandbox_id: str, policy: Policy | None = None) -> None:
+        with (self._place / "calls").open("a") as file:
+            file.write(" ".join([verb, sandbox_id, *([policy.mode.value] if policy else [])]) + "\n")
+
+
 def parts(settings: Settings) -> Parts:
     knobs = settings.state_dir.parent / "knobs"
     backend = FakeBackend(knobs)
@@ -182,7 +268,15 @@ def parts(settings: Settings) -> Parts:
     async def settle(*_: object) -> str:
         return "a stand-in for tests"
 
-    return Parts(backend, settle, prepare)
+    def egress(on_event: Callable[[Event], None]) -> FakeEgress:
+        return FakeEgress(settings.state_dir.parent / "net", knobs, on_event)
+
+    def registries() -> Registries:
+        return Registries(("registry.test",), {"/etc/pip.conf": b"[global]\nindex-url = https://registry.test/\n"})
+
+    return Parts(
+        backend, settle, prepare, egress, "a stand-in without one" if settings.no_network else "", registries
+    )
 
 
 def main() -> None:
@@ -191,6 +285,8 @@ def main() -> None:
     settings = Settings(
         prepare_only=False, socket=path, state_dir=state, assets_dir=state / "assets", build_dir=ROOT / "build",
         backend="auto", end_sandboxes="--end-sandboxes" in sys.argv, uid_base=900_000,
+        policy=Path(sys.argv[sys.argv.index("--policy") + 1]) if "--policy" in sys.argv else None,
+        no_network="--network" not in sys.argv,
     )  # fmt: skip
     anyio.run(run, settings, parts)
 

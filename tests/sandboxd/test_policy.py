@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from egress import policy as egress
 from sandboxd import policy
 from sandboxd.errors import ApiError, InvalidRequest, Refused
-from sandboxd.policy import Policy, covers, host_name, network, resolve
+from sandboxd.policy import (
+    BASELINE,
+    NO_REMEDY,
+    Policy,
+    built_in,
+    enforced,
+    narrowed,
+    network,
+    remedy,
+    resolve,
+    with_network,
+    without_network,
+)
 from sandboxd.store import Network
 from sandboxd.wire import CreateRequest, NetworkRequest, decode
 
@@ -66,25 +80,160 @@ def test_networks(rules: Policy, asked: dict[str, Any] | None, expected: Network
 @pytest.mark.parametrize(
     "text",
     [
-        "", ".", "*", "*.", "a..b", "-a.test", "a-.test", "a_b.test", "a.test/", "a.test:443", "1.2.3.4", "1",
-        "0x7f.1.", "*.*.test", "a.*.test", "**.test", "ä.test",
-        "a" * 64 + ".test", ".".join(["a" * 60] * 5), "a.test..", "[::1]",
-        "*.1.2", "a\n",
+        "", ".", "*", "*.", "a..b", "-a.test", "a-.test", "a.test/", "a.test:443", "1.2.3.4", "1",
+        "0x7f.1.", "2130706433", "*.*.test", "a.*.test", "**.test", "http://a.test", "user@a.test",
+        "a" * 64 + ".test", ".".join(["a" * 60] * 5), "a" * 100_000, "a.test..", "[::1]", "*.1.2", "a\n", "\ud800.test",
     ],
 )  # fmt: skip
 def test_what_is_no_host_name(text: str) -> None:
-    if text == "0x7f.1.":
-        assert host_name(text) == "0x7f.1"
-        return
-    with pytest.raises(InvalidRequest):
-        host_name(text)
+    for name in ("allow", "deny"):
+        with pytest.raises(InvalidRequest) as caught:
+            network(NetworkRequest(**{name: (text,)}), OPEN)
+        message = caught.value.message
+        assert message.startswith(f"network.{name}: ") and len(message) < 500 and "\n" not in message
 
 
-def test_what_covers_what() -> None:
-    assert covers("*", "*.anything.test")
-    assert covers("*.a.test", "*.a.test")
-    assert not covers("*.a.test", "xa.test")
-    assert not covers("a.test", "b.a.test")
+@pytest.mark.parametrize(
+    "text", ["a.test", "a.test:0", "a.test:65536", "a.test:ssh", "a.test:443", ":22", "1.2.3.4:22", "*:22"]
+)
+def test_what_is_no_host_and_port(text: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^network\.allow_tcp: "):
+        network(NetworkRequest(allow_tcp=(text,)), OPEN)
+
+
+def test_names_are_kept_in_one_form() -> None:
+    asked = NetworkRequest(allow=("B\u00fccher.Test.", "xn--bcher-kva.test", "*.A.test"), allow_tcp=("A.Test:22",))
+    rules = replace(OPEN, may_allow_tcp=("*",))
+    assert network(asked, rules) == Network("allowlist", ("*.a.test", "xn--bcher-kva.test"), (), ("a.test:22",))
+
+
+SSH = Policy(
+    ceiling="open", default_network=Network("allowlist", ("a.test",), ("bad.test",), ("git.test:22",)),
+    may_allow=("*.wide.test",), may_allow_tcp=("*.wide.test:5432", "one.test:22"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        pytest.param({}, Network("allowlist", ("a.test",), ("bad.test",), ("git.test:22",)), id="the default"),
+        pytest.param(
+            {"deny": ("x.test",)}, Network("allowlist", ("a.test",), ("bad.test", "x.test"), ("git.test:22",)),
+            id="the server's own refusals stay",
+        ),
+        pytest.param(
+            {"mode": "open", "deny": ("x.test",)}, Network("open", None, ("bad.test", "x.test")),
+            id="and with open as well",
+        ),
+        pytest.param(
+            {"allow_tcp": ("One.test:22", "db.wide.test:5432")},
+            Network("allowlist", ("a.test",), ("bad.test",), ("db.wide.test:5432", "one.test:22")),
+            id="a given list replaces",
+        ),
+        pytest.param(
+            {"allow": (), "allow_tcp": ("git.test:22",)}, Network("allowlist", (), ("bad.test",), ("git.test:22",)),
+            id="ports alone are an allowlist",
+        ),
+        pytest.param({"allow_tcp": ()}, Network("allowlist", ("a.test",), ("bad.test",)), id="an empty list is empty"),
+        pytest.param({"allow": (), "allow_tcp": ()}, Refused, id="nothing at all"),
+        pytest.param({"allow_tcp": ("one.test:23",)}, Refused, id="another port"),
+        pytest.param({"allow_tcp": ("*.test:5432",)}, Refused, id="a broader wildcard"),
+        pytest.param({"allow_tcp": ("wide.test:5432",)}, Refused, id="the apex of a wildcard"),
+        pytest.param({"mode": "open", "allow_tcp": ("git.test:22",)}, InvalidRequest, id="ports with open"),
+        pytest.param({"mode": "none", "allow_tcp": ("git.test:22",)}, InvalidRequest, id="ports with none"),
+    ],
+)  # fmt: skip
+def test_other_ports(asked: dict[str, Any], expected: Network | type[ApiError]) -> None:
+    if isinstance(expected, Network):
+        assert network(NetworkRequest(**asked), SSH) == expected
+    else:
+        with pytest.raises(expected):
+            network(NetworkRequest(**asked), SSH)
+
+
+def test_a_refusal_names_the_rule() -> None:
+    with pytest.raises(Refused, match=r"x\.test is neither .* \(network\.may_allow in its policy\)"):
+        network(NetworkRequest(allow=("x.test",)), SSH)
+    with pytest.raises(Refused, match=r"x\.test:1 is neither .* \(network\.may_allow_tcp in its policy\)"):
+        network(NetworkRequest(allow_tcp=("x.test:1",)), SSH)
+
+
+ONLY = replace(WIDE, default_network=Network("allowlist", ("a.test",), ("bad.test",), ("git.test:22",)))
+
+
+@pytest.mark.parametrize(
+    ("had", "rules", "left"),
+    [
+        pytest.param(Network("none"), OPEN, Network("none"), id="none stays none"),
+        pytest.param(Network("allowlist", ("a.test",)), OPEN, Network("allowlist", ("a.test",)), id="still permitted"),
+        pytest.param(Network("allowlist", ("a.test",)), Policy(), Network("none"), id="no network any more"),
+        pytest.param(Network("open"), Policy(), Network("none"), id="nor for open"),
+        pytest.param(Network("open", None, ("x.test",)), OPEN, Network("open", None, ("x.test",)), id="open stays"),
+        pytest.param(
+            Network("open", None, ("x.test",)), ONLY,
+            Network("allowlist", ("a.test",), ("bad.test", "x.test"), ("git.test:22",)),
+            id="open under a ceiling becomes the default, less what it denied",
+        ),
+        pytest.param(
+            Network("allowlist", ("a.test", "gone.test", "x.wide.test"), (), ("git.test:22", "gone.test:22")), ONLY,
+            Network("allowlist", ("a.test", "x.wide.test"), ("bad.test",), ("git.test:22",)),
+            id="names that are no longer offered go",
+        ),
+        pytest.param(
+            Network("allowlist", ("*.test",)), ONLY,
+            Network("allowlist", ("*.wide.test", "a.test", "exact.test"), ("bad.test",)),
+            id="a wildcard shrinks to what is offered below it",
+        ),
+        pytest.param(
+            Network("allowlist", ("*.test",)), OPEN, Network("allowlist", ("*.test",)), id="and stays as it is below *"
+        ),
+        pytest.param(Network("allowlist", ("gone.test",)), ONLY, Network("none"), id="nothing left is none"),
+    ],
+)  # fmt: skip
+def test_what_a_stricter_policy_leaves(had: Network, rules: Policy, left: Network) -> None:
+    assert narrowed(had, rules) == left
+    assert narrowed(left, rules) == left
+
+
+@pytest.mark.parametrize(
+    ("rule", "by", "name", "port", "flag"),
+    [
+        ("not-listed", "tls", "x.wide.test", 443, "--allow x.wide.test"),
+        ("not-listed", "dns", "x.wide.test", 0, "--allow x.wide.test"),
+        ("not-listed", "dns", "x.wide.test", 53, "--allow x.wide.test"),
+        ("port", "address", "db.wide.test", 5432, "--allow-tcp db.wide.test:5432"),
+        ("not-listed", "tls", "other.test", 443, ""),
+        ("not-listed", "address", "db.wide.test", 5433, ""),
+        ("deny-list", "tls", "x.wide.test", 443, ""),
+        ("address", "tls", "", 443, ""),
+        ("private-address", "http", "a.test", 80, ""),
+        ("something new", "http", "a.test", 80, ""),
+    ],
+)
+def test_what_would_allow_it_or_why_nothing_can(rule: str, by: str, name: str, port: int, flag: str) -> None:
+    found, why = remedy(rule, by, name, port, SSH)
+    assert found == flag
+    assert bool(why) == (not flag and rule != "something new")
+
+
+def test_every_rule_that_no_flag_helps_against_says_why() -> None:
+    assert set(egress.RULES) - {"not-listed", "port"} <= NO_REMEDY.keys()
+
+
+def test_a_sandboxs_network_is_what_egress_is_told() -> None:
+    told = enforced(Network("allowlist", ("a.test",), ("b.test",), ("c.test:22",)), replace(SSH, private=("p.test",)))
+    assert told == egress.Policy(egress.Mode.ALLOWLIST, ("a.test",), ("b.test",), ("c.test:22",), ("p.test",))
+    assert enforced(Network("open", None, ("b.test",)), SSH) == egress.Policy(egress.Mode.OPEN, (), ("b.test",))
+    assert enforced(Network("none"), SSH) == egress.Policy(egress.Mode.NONE)
+
+
+def test_the_built_in_policy_and_what_is_left_without_a_network() -> None:
+    policy = with_network(built_in(["registry.test"]))
+    assert policy.ceiling == policy.default_network.mode == "allowlist"
+    assert {"registry.test", *BASELINE} == set(policy.default_network.allow or ())
+    assert (policy.may_allow, policy.may_allow_tcp, policy.private) == (("*",), ("*",), ("registry.test",))
+    assert policy.capabilities >= {"egress_allowlist", "egress_open", "egress_tcp", "network_policy_update"}
+    assert without_network(built_in([])) == Policy()
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_what_is_owed_is_written_once_there_is_room(tmp_path: Path) -> None:
     with pytest.raises(Internal, match="cannot be written"):
         store.put(replace(records[0], name="new"))
     ended = replace(records[0], state=State.TERMINATED)
-    store.put_ended(ended)
+    store.put_done(ended)
     done = ProcessRecord("sbx_0", 1, ("a",), False, "s", 2.5, 0)
     store.note_process(done)
     store.note_process(ProcessRecord("sbx_1", 1, ("a",), False, "s", 2.5, 0))

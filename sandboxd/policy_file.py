@@ -1,0 +1,308 @@
+"""The operator's policy, from a file.
+
+In: YAML, read strictly. Out: a `Policy`, or a `SetupError` that lists every fault with its place. The file is trusted
+to decide and not trusted to be what its writer meant: a key that nobody knows, stands twice or means nothing here
+stops the daemon, and so does everything in YAML that two readers read differently (anchors, aliases, merge keys, tags,
+more than one document, yes and no as truth values, numbers with a leading zero).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sandboxd import policy as rules
+from sandboxd.errors import InvalidRequest, SetupError
+from sandboxd.policy import DEFAULT_IMAGE, MODES, Limits, Policy
+from sandboxd.store import Network
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 16
+_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,15})\Z")
+_DECIMAL = re.compile(r"-?(?:0|[1-9][0-9]{0,15})\.[0-9]{1,15}\Z")
+_DOUBTFUL = re.compile(r"(?:y|n|yes|no|on|off)\Z|[-+]?0[0-9]+\Z", re.IGNORECASE)
+_CONSTANTS: dict[str, Any] = {"": None, "~": None, "null": None, "true": True, "false": False}
+
+
+def read(path: Path, built_in: Policy) -> Policy:
+    """`built_in` is what holds where the file says nothing."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
+                raise SetupError(f"--policy {path} must be a file of this user's or root's that nobody else can write")
+            data = file.read(MAX_BYTES + 1)
+    except OSError as fault:
+        raise SetupError(f"--policy {path} cannot be read: {fault.strerror}") from None
+    faults: list[str] = []
+    policy = parse(data, built_in, faults)
+    if faults:
+        raise SetupError(f"--policy {path} is not in order:" + "".join(f"\n  {fault}" for fault in faults))
+    return policy
+
+
+def parse(data: bytes, built_in: Policy, faults: list[str]) -> Policy:
+    """What the text says; `faults` gets a line for each that was found, and the result is then of no use."""
+    if len(data) > MAX_BYTES:
+        faults.append("it is longer than 1 MiB")
+        return built_in
+    try:
+        tree = _Tree(data.decode(), faults).document()
+    except UnicodeDecodeError:
+        faults.append("it is not UTF-8")
+        return built_in
+    except yaml.YAMLError as fault:
+        mark = getattr(fault, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark is not None else ""
+        faults.append(f"{where}it is not YAML: {getattr(fault, 'problem', None) or 'a character that may not stand'}")
+        return built_in
+    return built_in if faults else _policy(_Section("", {} if tree is None else tree, faults), built_in)
+
+
+# -- YAML, without what is doubtful
+
+
+class _Tree:
+    """Parser events to mappings, lists, texts, numbers and truth values (the core schema of YAML 1.2, and less)."""
+
+    def __init__(self, text: str, faults: list[str]) -> None:
+        self._events: Iterator[Any] = yaml.parse(text, Loader=yaml.SafeLoader)
+        self._faults = faults
+
+    def document(self) -> Any:
+        value = None
+        documents = 0
+        for event in self._events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents == 2:
+                    self._fault(event, "", "a second document")
+                    break
+            elif isinstance(event, yaml.NodeEvent):
+                value = self._node(event, "", 0)
+        return value
+
+    def _node(self, event: Any, path: str, depth: int) -> Any:
+        if getattr(event, "anchor", None) is not None:
+            self._fault(event, path, "anchors and aliases are not read")
+        if getattr(event, "tag", None) is not None:
+            self._fault(event, path, "tags are not read")
+        if depth > MAX_DEPTH:
+            raise yaml.YAMLError("too deep")
+        if isinstance(event, yaml.MappingStartEvent):
+            return self._mapping(path, depth)
+        if isinstance(event, yaml.SequenceStartEvent):
+            items: list[Any] = []
+            while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
+                items.append(self._node(event, f"{path}[{len(items)}]", depth + 1))
+            return items
+        return self._scalar(event, path) if isinstance(event, yaml.ScalarEvent) else None
+
+    def _mapping(self, path: str, depth: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            key = self._node(event, path, depth + 1)
+            name = key if isinstance(key, str) else "?"
+            place = f"{path}.{name}" if path else name
+            value = self._node(next(self._events), place, depth + 1)
+            if not isinstance(key, str):
+                self._fault(event, path, "a key that is not text")
+            elif key == "<<":
+                self._fault(event, path, "merge keys are not read")
+            elif key in found:
+                self._fault(event, place, "it stands twice")
+            else:
+                found[key] = value
+        return found
+
+    def _scalar(self, event: Any, path: str) -> Any:
+        text: str = event.value
+        if event.style is not None:
+            return text
+        if _DOUBTFUL.match(text):
+            self._fault(event, path, f"{text} is read as different things; write true or false, or put it in quotes")
+        if text in _CONSTANTS:
+            return _CONSTANTS[text]
+        if _INTEGER.match(text):
+            return int(text)
+        return float(text) if _DECIMAL.match(text) else text
+
+    def _fault(self, event: Any, path: str, what: str) -> None:
+        self._faults.append(f"line {event.start_mark.line + 1}: {_at(path)}{what}")
+
+
+# -- what it says
+
+
+@dataclass(slots=True)
+class _Section:
+    """A mapping whose keys are taken one by one; `done` faults those that nobody took."""
+
+    path: str
+    value: Any
+    faults: list[str]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.value, dict):
+            self.fault("", "it must be a mapping")
+            self.value = {}
+        self.value = dict(self.value)
+
+    def fault(self, key: str, what: str) -> None:
+        place = ".".join(part for part in (self.path, key) if part)
+        self.faults.append(f"{_at(place)}{what}")
+
+    def section(self, key: str) -> _Section:
+        given = self.value.pop(key, None)
+        path = f"{self.path}.{key}" if self.path else key
+        return _Section(path, {} if given is None else given, self.faults)
+
+    def take(self, key: str, default: Any, check: Callable[[Any], bool], what: str) -> Any:
+        """What stands there if `check` says so; the default where nothing does."""
+        value = self.value.pop(key, None)
+        if value is None:
+            return default
+        if check(value):
+            return value
+        self.fault(key, f"it must be {what}")
+        return default
+
+    def names(self, key: str, normal: Callable[[str, list[str]], tuple[str, ...]]) -> tuple[str, ...] | None:
+        """A list of names in normal form; None where none is given. Each that is wrong is a fault of its own."""
+        given = self.value.pop(key, None)
+        if given is None:
+            return None
+        if not isinstance(given, list):
+            self.fault(key, "it must be a list")
+            return None
+        found: set[str] = set()
+        for position, entry in enumerate(given):
+            if not isinstance(entry, str):
+                self.fault(f"{key}[{position}]", "it must be text")
+                continue
+            try:
+                found.update(normal(key, [entry]))
+            except InvalidRequest as fault:
+                self.fault(f"{key}[{position}]", fault.message.removeprefix(f"{key}: "))
+        return tuple(sorted(found))
+
+    def done(self) -> None:
+        for key in self.value:
+            self.fault(rules.printable(key)[1:-1], "it is not known")
+
+
+def _policy(root: _Section, built_in: Policy) -> Policy:
+    if root.value.pop("images", None) is not None:
+        root.fault("images", "other images are not built yet")
+    if root.value.pop("pools", None) not in (None, []):
+        root.fault("pools", "pools are not built yet")
+    if root.take("allow_bind", False, lambda value: isinstance(value, bool), "true or false"):
+        root.fault("allow_bind", "bind is not built yet")
+    image = root.take("default_image", built_in.default_image, lambda value: isinstance(value, str), "an image")
+    if image != DEFAULT_IMAGE:
+        root.fault("default_image", f"other images than {DEFAULT_IMAGE} are not built yet")
+    limits = _limits(root.section("limits"), built_in.limits)
+    policy = _defaults(root.section("defaults"), replace(built_in, limits=limits, default_image=image))
+    policy = _network(root.section("network"), policy)
+    root.done()
+    return policy
+
+
+def _limits(section: _Section, built_in: Limits) -> Limits:
+    # 0 is no limit for these two.
+    least = {"max_idle_timeout_secs": 0, "max_lifetime_secs": 0, "max_snapshot_keep": 0}
+    found = {
+        name.name: section.take(
+            name.name, getattr(built_in, name.name), _whole(least.get(name.name, 1)),
+            f"a whole number from {least.get(name.name, 1)} on",
+        )
+        for name in fields(built_in)
+    }  # fmt: skip
+    section.done()
+    return Limits(**found)
+
+
+def _defaults(section: _Section, policy: Policy) -> Policy:
+    limits = policy.limits
+    idle_least, idle_most = (1, limits.max_idle_timeout_secs) if limits.max_idle_timeout_secs else (0, 1 << 40)
+    # What is not written is looked at too: a limit may be below the built-in default.
+    ranges: dict[str, tuple[Callable[[Any], bool], float, float]] = {
+        "cpus": (_number, 0.01, limits.max_cpus),
+        "memory_mb": (_whole(0), rules.MIN_MEMORY_MB, limits.max_memory_mb),
+        "disk_mb": (_whole(0), rules.MIN_DISK_MB, limits.max_disk_mb),
+        "idle_timeout_secs": (_whole(0), idle_least, idle_most),
+    }
+    found: dict[str, Any] = {}
+    for key, (check, least, most) in ranges.items():
+        value = section.take(key, getattr(policy, key), check, "a number")
+        if not least <= value <= most:
+            section.fault(key, f"{value} is not within the limits, {least} to {most}")
+        found[key] = value
+    section.done()
+    return replace(policy, **found)
+
+
+def _network(section: _Section, built_in: Policy) -> Policy:
+    mode_names = f"one of {', '.join(MODES)}"
+    ceiling: str = section.take("ceiling", built_in.ceiling, lambda value: value in MODES, mode_names)
+    may_allow = section.names("may_allow", _starred(rules.hosts))
+    may_allow_tcp = section.names("may_allow_tcp", _starred(rules.services))
+    private = section.names("private", rules.hosts) or ()
+    policy = replace(
+        built_in,
+        ceiling=ceiling,
+        may_allow=built_in.may_allow if may_allow is None else may_allow,
+        may_allow_tcp=built_in.may_allow_tcp if may_allow_tcp is None else may_allow_tcp,
+        private=tuple(sorted({*built_in.private, *private})),
+    )
+    default = _default_network(section.section("default"), built_in.default_network, ceiling)
+    section.done()
+    return replace(policy, default_network=default)
+
+
+def _default_network(section: _Section, built_in: Network, ceiling: str) -> Network:
+    # A stricter ceiling takes the built-in default down with it; one that is written must fit by itself.
+    unsaid = min(built_in.mode, ceiling, key=MODES.index)
+    mode: str = section.take("mode", unsaid, lambda value: value in MODES, f"one of {', '.join(MODES)}")
+    allow, deny = section.names("allow", rules.hosts), section.names("deny", rules.hosts) or ()
+    allow_tcp = section.names("allow_tcp", rules.services)
+    section.done()
+    if MODES.index(mode) > MODES.index(ceiling):
+        section.fault("mode", f"{mode} is above network.ceiling, {ceiling}")
+    for key, given in (("allow", allow), ("allow_tcp", allow_tcp)):
+        if given and mode != "allowlist":
+            section.fault(key, f"it has no meaning with mode {mode}")
+    if mode == "none":
+        return Network("none")
+    if mode == "open":
+        return Network("open", None, deny)
+    allow = (built_in.allow or ()) if allow is None else allow
+    allow_tcp = built_in.allow_tcp if allow_tcp is None else allow_tcp
+    if not allow and not allow_tcp:
+        section.fault("allow", "an allowlist that names nothing is refused; write mode: none")
+    return Network("allowlist", allow, deny, allow_tcp)
+
+
+def _starred(normal: Callable[[str, list[str]], tuple[str, ...]]) -> Callable[[str, list[str]], tuple[str, ...]]:
+    """`*` alone permits every name."""
+    return lambda key, entries: ("*",) if entries == ["*"] else normal(key, entries)
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and value >= least
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and value > 0
+
+
+def _at(path: str) -> str:
+    return f"{path}: " if path else ""

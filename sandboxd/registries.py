@@ -1,0 +1,187 @@
+"""Which package registries this host uses: their names, and the settings that make a guest use the same ones.
+
+In: apt's sources as `assets.apt` read them, pip's and npm's configuration files and variables, and what the two
+programs themselves say where nothing is configured. Out: names in normal form, and files for the guest. No registry's
+name stands in this source. User names, passwords and tokens are dropped, and so is what is no http or https address
+of a host name. A configuration that cannot be read gives nothing and stops nothing.
+"""
+
+from __future__ import annotations
+
+import configparser
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from egress.policy import normal
+
+APT_SOURCES = "/etc/apt/sources.list"
+PIP_CONF = "/etc/pip.conf"
+NPMRC = "/usr/local/lib/node_modules/npm/npmrc"
+"""npm's own file: it is read whatever the prefix is, and every other one wins over it."""
+ASK_S = 10.0
+_PIP_ASK = "from pip._internal.models.index import PyPI; print(PyPI.simple_url, PyPI.file_storage_domain)"
+_PIP_KEYS = ("index-url", "extra-index-url")
+_NPM_REGISTRY = re.compile(r"\s*((?:@[A-Za-z0-9._-]+:)?registry)\s*=\s*(\S+)\s*\Z")
+
+log = logging.getLogger("sandboxd")
+
+
+@dataclass(frozen=True, slots=True)
+class Registries:
+    """`files` are by their path in the guest."""
+
+    names: tuple[str, ...] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def read(apt: Iterable[tuple[str, str]], environment: Mapping[str, str], root: Path = Path("/")) -> Registries:
+    """`apt` are (URI, suite) of the sources that a guest can use; `root` is where /etc is."""
+    home = root / environment.get("HOME", "/").lstrip("/")
+    names: set[str] = set()
+    files: dict[str, bytes] = {}
+    sources = [(address, suite) for uri, suite in apt if (address := plain(uri))]
+    if sources:
+        files[APT_SOURCES] = "".join(f"deb {address} {suite} main\n" for address, suite in sources).encode()
+    names.update(_host(address) for address, _ in sources)
+
+    pip = pip_settings(_pip_texts(root, home, environment), environment)
+    if pip:
+        files[PIP_CONF] = _pip_conf(pip).encode()
+    if "index-url" not in pip:
+        names.update(_pip_default())
+    names.update(_host(address) for addresses in pip.values() for address in addresses)
+
+    npm = npm_settings(_npm_texts(root, home, environment), environment)
+    if npm:
+        files[NPMRC] = "".join(f"{key}={address}\n" for key, address in sorted(npm.items())).encode()
+    if "registry" not in npm and (address := _npm_default()):
+        names.add(_host(address))
+    names.update(_host(address) for address in npm.values())
+    return Registries(tuple(sorted(names)), files)
+
+
+def plain(url: str) -> str:
+    """An http or https address without user, password, query and fragment; empty for anything else."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+        host = normal(parts.hostname or "")
+    except ValueError:
+        return ""
+    if parts.scheme not in ("http", "https") or host.startswith("*") or not _printable(parts.path):
+        return ""
+    where = host if port is None else f"{host}:{port}"
+    return urlunsplit((parts.scheme, where, parts.path, "", ""))
+
+
+def pip_settings(texts: Iterable[str], environment: Mapping[str, str]) -> dict[str, list[str]]:
+    """pip's addresses by their key; of several files the later wins, the environment over all of them."""
+    found: dict[str, str] = {}
+    for text in texts:
+        parser = configparser.RawConfigParser(strict=False)
+        try:
+            parser.read_string(text)
+        except configparser.Error as fault:
+            log.warning("a pip configuration is not read: %s", type(fault).__name__)
+            continue
+        for section in ("global", "install"):
+            if parser.has_section(section):
+                found |= {key: value for key, value in parser.items(section) if key in _PIP_KEYS}
+    for key in _PIP_KEYS:
+        if given := environment.get("PIP_" + key.upper().replace("-", "_")):
+            found[key] = given
+    settings = {key: [address for word in value.split() if (address := plain(word))] for key, value in found.items()}
+    return {key: addresses for key, addresses in settings.items() if addresses}
+
+
+def npm_settings(texts: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """npm's registry, and those of scopes, by their key; the later file wins, the environment over all of them."""
+    found: dict[str, str] = {}
+    for text in texts:
+        for line in text.splitlines():
+            if (match := _NPM_REGISTRY.match(line)) and (address := plain(match[2].strip("\"'"))):
+                found[match[1]] = address
+    for name in ("npm_config_registry", "NPM_CONFIG_REGISTRY"):
+        if address := plain(environment.get(name, "")):
+            found["registry"] = address
+    return found
+
+
+def _pip_texts(root: Path, home: Path, environment: Mapping[str, str]) -> list[str]:
+    config = root / environment.get("XDG_CONFIG_HOME", "").lstrip("/") if environment.get("XDG_CONFIG_HOME") else None
+    paths = [
+        root / "etc/xdg/pip/pip.conf", root / "etc/pip.conf", home / ".pip/pip.conf",
+        (config or home / ".config") / "pip/pip.conf",
+    ]  # fmt: skip
+    if given := environment.get("PIP_CONFIG_FILE"):
+        # pip's way to read no configuration is a file that is empty.
+        paths = [] if given == os.devnull else [*paths, Path(given)]
+    return _texts(paths)
+
+
+def _npm_texts(root: Path, home: Path, environment: Mapping[str, str]) -> list[str]:
+    user = environment.get("NPM_CONFIG_USERCONFIG")
+    everybodys = [root / where / "npmrc" for where in ("etc", "usr/etc", "usr/local/etc")]
+    return _texts([*everybodys, Path(user) if user else home / ".npmrc"])
+
+
+def _texts(paths: Iterable[Path]) -> list[str]:
+    found = []
+    for path in paths:
+        try:
+            found.append(path.read_text(errors="replace"))
+        except OSError:
+            continue
+    return found
+
+
+def _pip_conf(settings: Mapping[str, list[str]]) -> str:
+    lines = ["[global]"]
+    for key, addresses in sorted(settings.items()):
+        lines.append(f"{key} = " + "\n    ".join(addresses))
+    insecure = sorted({_host(one) for addresses in settings.values() for one in addresses if one.startswith("http:")})
+    if insecure:
+        lines.append("trusted-host = " + "\n    ".join(insecure))
+    return "\n".join(lines) + "\n"
+
+
+def _pip_default() -> list[str]:
+    """What pip itself goes to, and where that keeps its files, as the pip of this host says."""
+    for python in (sys.executable, "/usr/bin/python3"):
+        words = _ask([python, "-I", "-c", _PIP_ASK]).split()
+        if len(words) == 2 and (address := plain(words[0])):
+            return [_host(address), normal(words[1])]
+    return []
+
+
+def _npm_default() -> str:
+    npm = shutil.which("npm")
+    return plain(_ask([npm, "config", "get", "registry"]).strip()) if npm else ""
+
+
+def _ask(command: list[str]) -> str:
+    quiet = {"npm_config_logs_max": "0", "npm_config_update_notifier": "false"}
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_S, check=False, cwd="/",
+            env=dict(os.environ) | quiet,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _host(address: str) -> str:
+    return urlsplit(address).hostname or ""
+
+
+def _printable(text: str) -> bool:
+    return text.isascii() and text.isprintable() and " " not in text
