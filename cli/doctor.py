@@ -1,9 +1,12 @@
-"""Say what this machine and its sandboxd can do, then try it with a small virtual machine.
+"""Say what this machine and its sandboxd can do, then try it with small virtual machines.
 
 Usage:
   sandbox-cli doctor [options]
 
-Exits with 1 when no sandboxd answers, or the trial fails.
+Facts come at once. Then a machine is started, and where sandboxes may have a network a second one: the first reaches
+a name it was allowed, and must be refused one it was not, a bare address, another resolver, UDP on port 443 and the
+second machine. Each is said to have passed, been refused, or FAILED. Exits with 1 when one FAILED, no sandboxd
+answers, or there is no trial.
 
 Options:
   --no-probe     start no virtual machine
@@ -20,17 +23,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from threading import Thread
 from typing import Any
 
-from cli import context, githard, show
+from cli import context, githard, show, trial
 from cli.run import create
 from cli.status import Status
-from sandboxd.client import Capabilities, Client, Create
+from sandboxd.client import Capabilities, Client, Create, Sandbox
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean, first_line
 
 VERSION_S = 10.0
-PROGRAMS = {"qemu": "qemu-system-x86_64", "bubblewrap": "bwrap"}
+PROGRAMS = {"qemu": "qemu-system-x86_64", "bubblewrap": "bwrap", "nftables": "nft"}
 PROBE = Create(labels={"doctor": "probe"}, idle_timeout_secs=300)
 KEY_WIDTH = 16
 
@@ -44,11 +49,17 @@ def main(args: dict[str, Any]) -> int:
     try:
         endpoint = context.choose(args["--context"])
         report.add("sandboxd", ("socket", endpoint.client.path))
-        for fact in offer(endpoint.client.capabilities()):
+        found = endpoint.client.capabilities()
+        for fact in offer(found):
             report.add("sandboxd", fact)
         if not args["--no-probe"]:
-            for fact in probe(endpoint.client):
-                report.add("probe", fact)
+            failed = []
+            for part, fact in probe(endpoint.client, found):
+                report.add(part, fact)
+                if str(fact[1]).startswith(trial.FAILED):
+                    failed.append(fact[0])
+            if failed:
+                report.fail(f"a sandbox's network is not what it should be: {', '.join(failed)}")
     except SandboxError as error:
         report.fail(str(error))
     return report.end()
@@ -133,26 +144,78 @@ def offer(found: Capabilities) -> Iterator[Fact]:
         yield "which allows", list(found.network_default.allow)
     yield "network ceiling", found.network_ceiling
     yield "may allow", list(found.network_may_allow)
+    yield "on other ports", list(found.network_may_allow_tcp)
 
 
-def probe(client: Client) -> Iterator[Fact]:
-    """Boot a machine, run a command in it, end it."""
-    began = time.monotonic()
-    with Status() as status:
-        sandbox = create(client, PROBE, status)
-        try:
+def probe(client: Client, found: Capabilities) -> Iterator[tuple[str, Fact]]:
+    """Boot a machine, run a command in it, try its network beside a second one, end them."""
+    with ExitStack() as machines:
+        with Status() as status:
+            status.say("looking for a name that can be reached")
+            aim = trial.choose(found)
+            asked, second = PROBE, None
+            if isinstance(aim, trial.Target):
+                asked = PROBE._replace(network=aim.request)
+                second = machines.enter_context(Neighbour(client, asked))
+            began = time.monotonic()
+            sandbox = create(client, asked, status)
+            machines.callback(client.delete, sandbox.id)
             booted = time.monotonic()
             status.say("running a command in it")
             result = client.run(sandbox.id, ["uname", "-r"], timeout_secs=60)
             ran = time.monotonic()
-        finally:
-            client.delete(sandbox.id)
-    if result.exit_code != 0:
-        raise SandboxError(f"the trial machine's command ended with {result.exit_code}")
-    yield "boot", f"{booted - began:.1f} s"
-    yield "command", f"{ran - booted:.2f} s"
-    yield "guest kernel", clean(result.stdout.decode(errors="replace"))
-    yield "end", f"{time.monotonic() - ran:.1f} s"
+        if result.exit_code != 0:
+            raise SandboxError(f"the trial machine's command ended with {result.exit_code}")
+        yield "probe", ("boot", f"{booted - began:.1f} s")
+        yield "probe", ("command", f"{ran - booted:.2f} s")
+        yield "probe", ("guest kernel", clean(result.stdout.decode(errors="replace")))
+        if isinstance(aim, str) or second is None:
+            yield "network", ("trial", f"not tested: {aim}")
+        else:
+            with Status() as status:
+                status.say("trying its network")
+                tried = list(trial.run(client, sandbox, second.sandbox(), aim))
+            for fact in tried:
+                yield "network", fact
+        ending = time.monotonic()
+        machines.close()
+    yield "end", ("took", f"{time.monotonic() - ending:.1f} s")
+
+
+class _Silent(Status):
+    """For who waits beside another, whose line it is."""
+
+    def say(self, text: str) -> None:
+        pass
+
+
+class Neighbour:
+    """A second machine that boots meanwhile, gone at the end of its block."""
+
+    def __init__(self, client: Client, asked: Create) -> None:
+        self._client, self._asked = client, asked
+        self._found: Sandbox | str = "it could not be started"
+        self._thread = Thread(target=self._create, daemon=True)
+
+    def __enter__(self) -> Neighbour:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        found = self.sandbox()
+        if isinstance(found, Sandbox):
+            self._client.delete(found.id)
+
+    def sandbox(self) -> Sandbox | str:
+        """The machine, once it runs; or why there is none."""
+        self._thread.join()
+        return self._found
+
+    def _create(self) -> None:
+        try:
+            self._found = create(self._client, self._asked, _Silent())
+        except SandboxError as error:
+            self._found = str(error)
 
 
 def _words(value: str | list[str] | dict[str, int]) -> str:
