@@ -200,7 +200,7 @@ class Flow:
             return Deny("names-disagree", why)
         verdict = self._decide(ask)
         if isinstance(verdict, Allow) and ask.port not in WEB_PORTS:
-            return Deny("malformed", f"A proxy reaches ports 80 and 443 only; {ask.name}:{ask.port} can be dialled itself.")
+            return Deny("malformed", f"A proxy serves ports 80 and 443 only; dial {ask.name}:{ask.port} directly.")
         return verdict
 
     def _nameless(self, by: By, deny: Deny, name: str = "") -> list[Command]:
@@ -244,7 +244,7 @@ class Flow:
         self._down = Stream(DOWN, 0)
         self.current, self._stage, self._then = ask, _Stage.DIALLING, _Stage.WEB
         first, ahead = self._up.accepted(), self._up.ahead()
-        self._up.resting = False
+        self._up.resting = self._up.resting and not ahead
         return [Open(ask.name, "", ask.port, verdict, first, ahead, 0, ask.by)]
 
     def _requests(self) -> list[Command]:
