@@ -7,9 +7,10 @@ import ipaddress
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
-from tests.world.spaces import Space
+Inside = Callable[[Callable[[], socket.socket]], socket.socket]     # runs what it is given in a namespace
 
 ETH_P_ALL, ETH_P_IP, ETH_P_IPV6, ETH_P_ARP = 0x0003, 0x0800, 0x86DD, 0x0806     # linux/if_ether.h
 OUTGOING = 4        # linux/if_packet.h PACKET_OUTGOING
@@ -29,10 +30,10 @@ class Packet(NamedTuple):
 class Capture:
     """Sees an interface from its start to `close`; `outgoing` says what left by it."""
 
-    def __init__(self, space: Space, interface: str) -> None:
+    def __init__(self, inside: Inside, interface: str) -> None:
         self.packets: list[Packet] = []
         self.dropped = 0
-        self._socket = space.inside(lambda: _open(interface))
+        self._socket = inside(lambda: _open(interface))
         self._socket.settimeout(0.2)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)

@@ -108,7 +108,7 @@ class World:
 
     def uplink(self) -> Capture:
         """Sees every packet that leaves the host."""
-        return Capture(self.host, "up0")
+        return Capture(self.host.inside, "up0")
 
 
 @contextmanager
