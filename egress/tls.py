@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 from egress.policy import unnamed, wire_name
 
 MAX_HELLO: Final = 64 << 10             # the handshake message; post-quantum key shares make about 2 KiB
-MAX_WIRE: Final = 128 << 10             # with the headers of the records it came in
+MAX_RECORDS: Final = 4096               # it may come in; some clients cut it into single bytes on purpose
 MAX_RECORD: Final = 1 << 14
 
 _HANDSHAKE: Final = 0x16                # ContentType, RFC 8446 §5.1
@@ -55,18 +55,19 @@ class Hello:
 
     def __init__(self) -> None:
         self._wire = bytearray()        # from the record that is not complete yet
-        self._seen = 0
+        self._records = 0
         self._message = bytearray()
         self._outcome: Outcome = NeedMore(_HEADER)
 
     def feed(self, data: bytes) -> Outcome:
         if isinstance(self._outcome, NeedMore):
             self._wire += data
-            self._seen += len(data)
             try:
                 self._outcome = self._read()
             except _Fault as fault:
                 self._outcome = Bad("malformed", f"The TLS hello is not well formed: {fault}.")
+            except IndexError:
+                self._outcome = Bad("malformed", "The TLS hello is not well formed: a length points past the end.")
             if not isinstance(self._outcome, NeedMore):
                 self._wire, self._message = bytearray(), bytearray()
         return self._outcome
@@ -87,15 +88,16 @@ class Hello:
                 break
             self._message += wire[at + _HEADER : at + _HEADER + length]
             at += _HEADER + length
+            self._records += 1
+            if self._records > MAX_RECORDS:
+                raise _Fault("too many records for it")
             if len(self._message) >= 4:
                 whole = _whole(self._message)
                 if len(self._message) > whole:
                     raise _Fault("something behind it in its record")
                 if len(self._message) == whole:
-                    return _server_name(self._message)
+                    return _server_name(bytes(self._message))
         del wire[:at]
-        if self._seen > MAX_WIRE:
-            raise _Fault("too many records for it")
         return NeedMore(wanted - len(wire))
 
 
@@ -112,56 +114,46 @@ def _whole(message: bytearray) -> int:
     return length
 
 
-class _Fields:
-    """Reads fields with a length in front, each within its bounds."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._at = 0
-
-    @property
-    def left(self) -> int:
-        return len(self._data) - self._at
-
-    def take(self, count: int) -> bytes:
-        if count > self.left:
-            raise _Fault("a length that points past the end")
-        self._at += count
-        return self._data[self._at - count : self._at]
-
-    def vector(self, width: int) -> bytes:
-        return self.take(int.from_bytes(self.take(width), "big"))
-
-
-def _server_name(message: bytearray) -> Outcome:
-    hello = _Fields(bytes(message[4:]))
-    hello.take(2 + 32)                  # legacy_version, random
-    session = hello.vector(1)
-    suites = hello.vector(2)
-    if len(session) > 32 or not suites or len(suites) % 2 or not hello.vector(1):
+def _server_name(hello: bytes) -> Outcome:
+    """Of a whole message. A length that leads past its end is an IndexError, so none is trusted unseen."""
+    at = 4 + 2 + 32                     # the message's header, legacy_version, random
+    session = hello[at]
+    at += 1 + session
+    suites = hello[at] << 8 | hello[at + 1]
+    at += 2 + suites
+    methods = hello[at]
+    at += 1 + methods
+    if session > 32 or not suites or suites % 2 or not methods:
         raise _Fault("a field with an impossible length")
     raw: bytes | None = None
-    if hello.left:
-        extensions = _Fields(hello.vector(2))
-        if hello.left:
-            raise _Fault("something behind its extensions")
-        while extensions.left:
-            kind = int.from_bytes(extensions.take(2), "big")
-            value = extensions.vector(2)
-            if kind != _SERVER_NAME:
-                continue
-            if raw is not None:
-                return Bad("names-disagree", "The TLS hello names its server twice.")
-            names = _Fields(_Fields(value).vector(2))
-            if names.left + 2 != len(value) or names.take(1) != b"\0":
-                raise _Fault("a server name of an unknown form")
-            raw = names.vector(2)
-            if names.left:
-                return Bad("names-disagree", "The TLS hello names more than one server.")
-            if not raw:
-                raise _Fault("an empty server name")
-    name = wire_name(raw or b"")
-    if name is None:
-        refusal = unnamed(raw or b"")
-        return Bad(refusal.rule, refusal.why)
-    return ServerName(name)
+    if at != len(hello):
+        end = at + 2 + (hello[at] << 8 | hello[at + 1])
+        if end != len(hello):
+            raise _Fault("its extensions do not end where it does")
+        at += 2
+        while at < end:
+            kind, value = hello[at] << 8 | hello[at + 1], at + 4
+            at = value + (hello[at + 2] << 8 | hello[at + 3])
+            if at > end:
+                raise _Fault("an extension that points past the end")
+            if kind == _SERVER_NAME:
+                if raw is not None:
+                    return Bad("names-disagree", "The TLS hello names its server twice.")
+                raw = hello[value:at]
+    if raw is None:
+        return _unnamed(b"")
+    # A list of names, 2 bytes its length; each 1 byte type, 2 bytes length. There is one, of type host_name.
+    if len(raw) < 5 or raw[0] << 8 | raw[1] != len(raw) - 2 or raw[2] != 0:
+        raise _Fault("a server name of an unknown form")
+    length = raw[3] << 8 | raw[4]
+    if length < len(raw) - 5:
+        return Bad("names-disagree", "The TLS hello names more than one server.")
+    if length > len(raw) - 5 or not length:
+        raise _Fault("an empty server name, or one that points past its list")
+    name = wire_name(raw[5:])
+    return _unnamed(raw[5:]) if name is None else ServerName(name)
+
+
+def _unnamed(raw: bytes) -> Bad:
+    refusal = unnamed(raw)
+    return Bad(refusal.rule, refusal.why)
