@@ -15,6 +15,8 @@ import os
 import shutil
 import signal
 import socket
+import ssl
+import struct
 import sys
 import tempfile
 import threading
@@ -22,6 +24,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from dnslib import RCODE, DNSRecord
 
 from egress import control, ruleset
 from egress.control import Event, Inbox
@@ -50,7 +54,7 @@ class Rig:
         self.events: list[Event] = []
         self.sandboxes: dict[str, Sandbox] = {}
         self._pids: list[int] = []
-        self._seq = 0
+        self._seq = self._made = 0
         self._path = self.directory / "control.sock"
         self.resolver = self.egress = 0
         self.start()
@@ -166,7 +170,8 @@ class Rig:
             time.sleep(0.02)
 
     def sandbox(self, rules: Policy, **limits: int) -> Sandbox:
-        return Sandbox(self, f"sbx_{len(self.sandboxes):016x}", rules, limits)
+        self._made += 1
+        return Sandbox(self, f"sbx_{self._made:016x}", rules, limits)
 
 
 class Sandbox:
@@ -260,3 +265,93 @@ def open_rig(world: World) -> Iterator[Rig]:
         yield rig
     finally:
         rig.close()
+
+
+# What is said on a connection, and what came of it
+
+ANYWHERE = "198.51.100.7"  # on 80 and 443 the name decides, whatever was dialled
+
+
+def said(
+    sandbox: Sandbox,
+    data: bytes | Sequence[bytes],
+    port: int = 443,
+    where: str = ANYWHERE,
+    pause_s: float = 0.0,
+    enough: int = 6,
+) -> bytes:
+    """Sends (in these pieces), and reads until so many bytes have come or the other end is gone. b"" where it went
+    without a word."""
+    with sandbox.dial(where, port) as stream:
+        try:
+            for piece in [data] if isinstance(data, bytes) else data:
+                stream.sendall(piece)
+                if pause_s:
+                    time.sleep(pause_s)
+        except (ConnectionResetError, BrokenPipeError):
+            return b""
+        return heard(stream, enough)
+
+
+def heard(stream: socket.socket, enough: int = 1) -> bytes:
+    """What the other end says until it is gone or so many bytes have come. A silence is a failure."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while len(answer) < enough and (piece := stream.recv(65536)):
+            answer += piece
+    return answer
+
+
+def settle(done: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, "it does not settle"
+        time.sleep(0.05)
+
+
+def idle(rig: Rig) -> None:
+    """Waits until egress has no connection to the outside any more."""
+    states = ("state", "connected", "exclude", "time-wait")
+    settle(lambda: not rig.world.host.run("ss", "-Htn", *states).strip())
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def memory_kb(pid: int) -> int:
+    with open(f"/proc/{pid}/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+
+
+def passed(answer: bytes) -> bool:
+    """Whether a TLS server answered a hello: a handshake record with its ServerHello."""
+    return answer[:1] == b"\x16" and answer[5:6] == b"\x02"
+
+
+def secure(sandbox: Sandbox, name: str, where: str = ANYWHERE) -> ssl.SSLSocket:
+    """TLS to the origin as a client does it, certificate checked."""
+    context = ssl.create_default_context(cafile=str(sandbox.rig.world.ca))
+    return context.wrap_socket(sandbox.dial(where, 443), server_hostname=name)
+
+
+def query(name: str | bytes, kind: int = 1, id: int = 7) -> bytes:
+    """A DNS question, labels as given."""
+    raw = name.encode() if isinstance(name, str) else name
+    labels = b"".join(bytes([len(label)]) + label for label in raw.split(b"."))
+    return struct.pack(">6H", id, 0x0100, 1, 0, 0, 0) + labels + b"\0" + struct.pack(">2H", kind, 1)
+
+
+def asked(sandbox: Sandbox, packet: bytes, where: str = PLAN.host_address) -> bytes:
+    """The answer to a datagram sent to port 53."""
+    with sandbox.datagrams() as stream:
+        stream.sendto(packet, (where, 53))
+        return stream.recv(4096)
+
+
+def looked_up(sandbox: Sandbox, name: str) -> str:
+    """The address a guest gets for a name, or the code of the answer."""
+    answer = DNSRecord.parse(asked(sandbox, query(name)))
+    if answer.rr:
+        return str(answer.rr[0].rdata)
+    return str(RCODE[answer.header.rcode])
