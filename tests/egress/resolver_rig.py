@@ -67,9 +67,9 @@ class NameServer:
         self._socket.sendto(reply.pack(), asker)
 
 
-def arrange(directory: Path) -> None:
+def arrange(directory: Path, resolv: str = RESOLV) -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    settings = {"hosts": HOSTS, "resolv.conf": RESOLV, "nsswitch.conf": "hosts: files dns\npasswd: files\n"}
+    settings = {"hosts": HOSTS, "resolv.conf": resolv, "nsswitch.conf": "hosts: files dns\npasswd: files\n"}
     for name, text in settings.items():
         mine = directory / name
         mine.write_text(text)

@@ -1,10 +1,17 @@
-"""The DNS answerer's core: packets in, answers out. Answers are read with dnslib, odd queries built by hand."""
+"""The DNS answerer's core: packets in, answers out. Answers are read with dnslib, odd queries built by hand; at the end
+real stub resolvers ask it.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import struct
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 
 import dnslib
 import pytest
@@ -15,6 +22,7 @@ from hypothesis import strategies as st
 from egress import dns
 from egress.dns import Address, Empty, Failure, Framer, Ignore, NoSuchName, Question, Reply, read, write
 from tests.conftest import counts
+from tests.daemon import ROOT
 from tests.egress.fuzz import dns_packets
 
 ALLOWED = "allowed.test"
@@ -295,3 +303,88 @@ def test_dnslib_is_what_answers_are_read_with() -> None:
     assert str(DNSRecord.parse(bytes(answer)).rr[0].rdata) == "198.18.0.8"
     with pytest.raises(dnslib.DNSError):
         DNSRecord.parse(bytes(answer[:-2]))
+
+
+# real stub resolvers, over UDP and TCP
+
+SETTINGS = {
+    "as our image has it": "",
+    "with EDNS": "options edns0",
+    "over TCP": "options use-vc",
+    "with a search list": "search corp.test;options ndots:5",
+}
+
+
+class Stub:
+    def __init__(self, kind: str, options: str) -> None:
+        self.kind = kind
+        command = ["unshare", "--mount", "--net", "--propagation", "private"]
+        command += [sys.executable, "-m", "tests.egress.stub_rig", kind, options]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+
+    def allow(self, name: str) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(f"allow {name}\n")
+
+    def look_up(self, name: str) -> tuple[str, float, list[str]]:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(name + "\n")
+        found, seconds, seen = self.process.stdout.readline().rstrip("\n").split(" ")
+        return found, float(seconds), seen.split(",")
+
+    def end(self) -> None:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        assert self.process.wait(10) == 0
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module", params=SETTINGS, ids=lambda name: name.replace(" ", "-"))
+def options(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=["glibc", "musl", "c-ares"])
+def stub(request: pytest.FixtureRequest, options: str) -> Iterator[Stub]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: a mount and a network namespace of its own")
+    needed = {"musl": "musl-gcc", "c-ares": "node"}.get(request.param)
+    if needed and not shutil.which(needed):
+        pytest.skip(f"{needed} is not installed")
+    running = Stub(request.param, SETTINGS[options])
+    assert running.look_up("allowed.test")[0] == "198.18.0.1"  # what it loads at its first question is loaded
+    yield running
+    running.end()
+
+
+def test_a_stub_resolver_finds_an_allowed_name_in_any_case(stub: Stub) -> None:
+    found, seconds, seen = stub.look_up("aLLoWed.TeSt")
+    assert found == "198.18.0.1"
+    assert seconds < 1, seen
+
+
+def test_a_stub_resolver_is_told_at_once_that_a_name_is_denied(stub: Stub) -> None:
+    found, seconds, seen = stub.look_up("other.test")
+    assert found == "none"
+    assert seconds < 0.5, "nothing was asked twice or waited for"
+    assert len(seen) <= 4
+
+
+def test_a_stub_resolver_gets_there_by_each_of_its_ways(stub: Stub, options: str) -> None:
+    found, seconds, seen = stub.look_up("allowed.test")
+    assert found == "198.18.0.1"
+    assert seconds < 0.5
+    if stub.kind == "glibc":
+        # The controls: what was asked for was done.
+        assert (seen[0] == "allowed.test.corp.test/udp") == (options == "with a search list")
+        assert (seen[0] == "allowed.test/tcp") == (options == "over TCP")
+
+
+def test_a_name_that_is_allowed_later_is_found_by_the_same_process(stub: Stub) -> None:
+    assert stub.look_up("new.test")[0] == "none"
+    stub.allow("new.test")
+    end = time.monotonic() + 1 + dns.NEGATIVE_TTL_S
+    while (found := stub.look_up("new.test")[0]) == "none" and time.monotonic() < end:
+        time.sleep(0.05)
+    assert found == "198.18.0.2"
