@@ -43,7 +43,7 @@ Fact = tuple[str, str | list[str] | dict[str, int]]
 
 
 def main(args: dict[str, Any]) -> int:
-    report = _Report(quiet=args["--json"])
+    report = Report(quiet=args["--json"])
     for fact in host():
         report.add("host", fact)
     try:
@@ -53,44 +53,44 @@ def main(args: dict[str, Any]) -> int:
         for fact in offer(found):
             report.add("sandboxd", fact)
         if not args["--no-probe"]:
-            failed = []
             for part, fact in probe(endpoint.client, found):
                 report.add(part, fact)
-                if str(fact[1]).startswith(trial.FAILED):
-                    failed.append(fact[0])
-            if failed:
-                report.fail(f"a sandbox's network is not what it should be: {', '.join(failed)}")
     except SandboxError as error:
         report.fail(str(error))
     return report.end()
 
 
-class _Report:
+class Report:
     """Facts as they are found: lines at once, or one object at the end."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
-        self._found: dict[str, Any] = {}
+        self.found: dict[str, Any] = {}
+        self._failed: list[str] = []
 
     def add(self, part: str, fact: Fact) -> None:
         key, value = fact
         if not self._quiet:
-            if part not in self._found:
+            if part not in self.found:
                 sys.stdout.write(f"{part}\n")
             sys.stdout.write(f"  {key.ljust(KEY_WIDTH)}{clean(_words(value))}\n")
             sys.stdout.flush()
-        self._found.setdefault(part, {})[key] = value
+        self.found.setdefault(part, {})[key] = value
+        if isinstance(value, str) and value.startswith(trial.FAILED):
+            self._failed.append(key)
 
     def fail(self, error: str) -> None:
-        self._found["error"] = error
+        self.found["error"] = error
         if not self._quiet:
             sys.stdout.flush()
             show.note(error)
 
     def end(self) -> int:
+        if self._failed and "error" not in self.found:
+            self.fail(f"a sandbox's network is not what it should be: {', '.join(self._failed)}")
         if self._quiet:
-            show.as_json(self._found)
-        return 1 if "error" in self._found else 0
+            show.as_json(self.found)
+        return 1 if "error" in self.found else 0
 
 
 def host() -> Iterator[Fact]:
@@ -156,7 +156,8 @@ def probe(client: Client, found: Capabilities) -> Iterator[tuple[str, Fact]]:
             asked, second = PROBE, None
             if isinstance(aim, trial.Target):
                 asked = PROBE._replace(network=aim.request)
-                second = machines.enter_context(Neighbour(client, asked))
+                beside = asked._replace(labels={"doctor": "neighbour"})
+                second = machines.enter_context(Neighbour(client, beside))
             began = time.monotonic()
             sandbox = create(client, asked, status)
             machines.callback(client.delete, sandbox.id)

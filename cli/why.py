@@ -84,7 +84,9 @@ def explained(event: Event, sandbox: Sandbox | None, asked_context: str | None) 
 
 def target(name: str, port: int) -> str:
     """What was asked for, as a person would write it; a query for a name has no port."""
-    return (name or "a connection without a name") + (f":{port}" if port else "")
+    if not name:
+        return f"what named no host, on port {port}," if port else "what named no host"
+    return f"{name}:{port}" if port else name
 
 
 def _sandbox(client: Client, ref: str) -> Sandbox | None:

@@ -200,9 +200,15 @@ RUN = ["to allow it in a run:", "  sandbox-cli run --allow x.test -- CMD"]
         pytest.param(EVENT._replace(remedy=""), BOX, [*TOLD, "no flag allows it"], id="nothing allows it"),
         pytest.param(
             EVENT._replace(name="", port=0, count=1, why="", by="quic", remedy=""), BOX,
-            ["a connection without a name was refused", TOLD[1], "  at       2026-01-02T03:04:05Z", "  seen in  quic",
+            ["what named no host was refused", TOLD[1], "  at       2026-01-02T03:04:05Z", "  seen in  quic",
              TOLD[4], "no flag allows it"],
             id="without a name",
+        ),
+        pytest.param(
+            EVENT._replace(name="", port=80, rule="address", remedy=""), None,
+            ["what named no host, on port 80, was refused, 3 times", "  sandbox  sbx_1", *TOLD[2:4],
+             "  rule     address", TOLD[5], "no flag allows it"],
+            id="by an address",
         ),
         pytest.param(
             EVENT._replace(
