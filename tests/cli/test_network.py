@@ -17,6 +17,7 @@ from sandboxd.client import Capabilities, Egress, EgressName, Event, Network, Ne
 from sandboxd.errors import SandboxError
 from tests.cli.person import Done, Person
 from tests.cli.rawserver import ReadRequest, Step, serving
+from tests.daemon import Daemon
 
 SERVERS = Network("allowlist", ("pypi.test", "*.npm.test"), (), ("git.test:22",))
 
@@ -342,3 +343,39 @@ def test_an_id_that_nobody_knows(tmp_path: Path) -> None:
     )
     assert gone.returncode == 1
     assert gone.stderr == b"sandbox-cli: no decision has the id a [2J: it is another sandboxd's, or no longer kept\n"
+
+
+GUEST = "getent hosts refused.example || echo none; ls /sys/class/net | tr '\\n' ' '"
+
+
+@pytest.mark.vm
+def test_from_a_refusal_to_what_allows_it_in_a_real_sandbox(daemon: Daemon) -> None:
+    """Nothing outside is needed: an allowed name is answered with an address of the sandbox's own."""
+    if daemon.client.capabilities().network_ceiling == "none":
+        pytest.skip("this sandboxd gives sandboxes no network: it is not root's")
+    made = daemon.cli("run", "--no-workspace", "--name=asks", "--allow-tcp=git.example:22", "-d", "--", "sleep", "300")
+    assert made.returncode == 0, made.stderr
+    look = ("exec", "asks", "--", "sh", "-c", GUEST)
+    assert daemon.cli(*look).stdout == b"none\neth0 lo "
+    found = json.loads(daemon.cli("egress", "asks", "--json").stdout)
+    assert (found["mode"], found["allow_tcp"]) == ("allowlist", ["git.example:22"])
+    assert found["flags"] == "--allow refused.example"
+    [one] = found["names"]
+    why = daemon.cli("why", one["id"]).stdout.decode().splitlines()
+    assert why[0].startswith("refused.example was refused")
+    command = why[why.index("to allow it now, in this sandbox:") + 1].split()
+    assert command == ["sandbox-cli", "update", "--allow", "refused.example", "asks"]
+    assert daemon.cli(*command[1:]).returncode == 0
+    assert daemon.cli(*look).stdout.startswith(b"198.18.")
+    assert json.loads(daemon.cli("egress", "asks", "--json").stdout)["flags"] == ""
+    # What is left of the server's own names after an update that adds, and after one that starts anew.
+    baseline = daemon.client.capabilities().network_default.allow or ()
+    assert set(daemon.client.get("asks").network.allow or ()) == {*baseline, "refused.example"}
+    assert daemon.cli("update", "asks", "--no-baseline", "--allow=only.example").returncode == 0
+    assert daemon.client.get("asks").network == Network("allowlist", ("only.example",))
+    assert daemon.cli(*look).stdout.startswith(b"none")
+    assert daemon.cli("update", "asks", "--network=none").stdout.endswith(b" none\n")
+    again = daemon.cli("update", "asks", "--allow=only.example")
+    assert (again.returncode, b"has no network and cannot be given one" in again.stderr) == (1, True)
+    assert daemon.cli("kill", "asks").returncode == 0
+    assert json.loads(daemon.cli("why", one["id"], "--json").stdout)["name"] == "refused.example"
