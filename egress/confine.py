@@ -177,16 +177,14 @@ _PR_SET_NAME, _PR_GET_NAME = 15, 16
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _STREAM, _DGRAM, _TYPE = 1, 2, 0xF
 _TCP, _UDP = 6, 17
-# F_DUPFD F_GETFD F_SETFD F_GETFL F_SETFL, F_DUPFD_CLOEXEC F_SETPIPE_SZ F_GETPIPE_SZ
-_FCNTL = (0, 1, 2, 3, 4, 1030, 1031, 1032)
+# F_GETFD F_SETFD F_GETFL F_SETFL, F_DUPFD_CLOEXEC F_SETPIPE_SZ F_GETPIPE_SZ
+_FCNTL = (1, 2, 3, 4, 1030, 1031, 1032)
 # TCGETS (isatty), TIOCOUTQ, FIONREAD, FIONBIO, FIOCLEX, SIOCOUTQNSD
 _IOCTL = (0x5401, 0x5411, 0x541B, 0x5421, 0x5451, 0x894B)
-# level: options. What tunes a stream of our own; nothing that attaches a program or another protocol to it.
+# level: options. What the relay tunes its streams with; nothing that puts a program or another protocol on one.
 _SETSOCKOPT = {
-    1: (2, 7, 8, 9, 10, 12, 13, 18, 20, 21, 66, 67),  # SOL_SOCKET REUSEADDR, SNDBUF … SNDTIMEO
-    0: (1, 24),  # IPPROTO_IP TOS, BIND_ADDRESS_NO_PORT
-    41: (26, 67),  # IPPROTO_IPV6 V6ONLY, TCLASS
-    6: (1, 3, 4, 5, 6, 7, 8, 9, 10, 12, 18, 25),  # IPPROTO_TCP NODELAY, CORK, KEEPIDLE … NOTSENT_LOWAT
+    1: (9, 13),  # SOL_SOCKET: KEEPALIVE, LINGER
+    6: (1, 4, 5, 6),  # IPPROTO_TCP: NODELAY, KEEPIDLE, KEEPINTVL, KEEPCNT
 }
 
 

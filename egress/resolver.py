@@ -79,9 +79,10 @@ class Resolver:
         return b""
 
     def _work(self) -> None:
+        with self._changed:
+            self._idle += 1
         while True:
             with self._changed:
-                self._idle += 1
                 while not self._waiting:
                     self._changed.wait()
                 self._idle -= 1
@@ -90,6 +91,7 @@ class Resolver:
             with self._changed:
                 askers = self._askers.pop(name)
                 self._unanswered -= len(askers)
+                self._idle += 1  # before the answer brings the next request
             self._answer(askers, answer)
 
     def _answer(self, askers: list[bytes], answer: bytes) -> None:
