@@ -41,6 +41,7 @@ _BEFORE = (
     # Refusals are answered at once and to all, up to the ruleset's own limit.
     ("net/ipv4/icmp_ratemask", "0"),
     ("net/ipv4/tcp_syncookies", "1"),
+    ("net/ipv4/ipfrag_low_thresh", "196608"),
     ("net/ipv4/ipfrag_high_thresh", "262144"),
     *(
         (f"net/ipv4/conf/{scope}/{name}", value)

@@ -102,6 +102,10 @@ class Egress:
     ) -> bool | None:
         assert self._tasks is not None
         self._tasks.cancel_scope.cancel()
+        if isinstance(error, Exception):
+            # As it is, not in a group: nothing here has anything to do with it.
+            await self._tasks.__aexit__(None, None, None)
+            return None
         return await self._tasks.__aexit__(kind, error, trace)
 
     async def open(self, sandbox_id: str, policy: Policy, names: Path) -> Link:
@@ -113,12 +117,13 @@ class Egress:
             raise EgressError(f"{sandbox_id} has a network already")
         sandbox = _Sandbox(its, policy, names)
         async with sandbox.changing, AsyncExitStack() as undo:
-            self._sandboxes[sandbox_id] = sandbox
-            undo.push_async_callback(self._undo, sandbox_id, its)
             tap = await _step("the namespace", link.make, its)
+            # Not earlier: until here the name may be somebody else's.
+            undo.push_async_callback(self._undo, sandbox_id, its)
             undo.callback(os.close, tap)
             await self._load(sandbox, policy.mode)
             await _step("the link", link.bring_up, its)
+            self._sandboxes[sandbox_id] = sandbox
             await self._tell(sandbox_id, sandbox)
             undo.pop_all()
         return Link(tap, _guest(its))

@@ -34,8 +34,9 @@ START_S = 60.0
 """From start to the first answer. A second, on a machine that is not busy."""
 END_S = 3.0
 PING_S = 10.0
-BACK_OFF_S = (0.05, 0.2, 1.0, 5.0)
-STEADY_S = 30.0
+BACK_OFF_S = (0.0, 0.1, 0.5, 1.0)
+"""Between the end of one and the start of the next, which itself takes most of a second."""
+STEADY_S = 10.0
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -94,8 +95,8 @@ class Supervisor:
                 await self._clear()
             except OSError as fault:
                 self._log(f"egress cannot be started: {fault}")
-            failures = failures + 1 if anyio.current_time() - since < STEADY_S else 0
-            await anyio.sleep(BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)])
+            failures = failures + 1 if anyio.current_time() - since < STEADY_S else 1
+            await anyio.sleep(_back_off_s(failures))
 
     async def end(self) -> None:
         """Ends both processes, whoever started them. `run` must not be running any more."""
@@ -133,21 +134,20 @@ class Supervisor:
         failures = 0
         with suppress(SessionLost):
             while True:
+                since = anyio.current_time()
                 try:
                     pidfd = await anyio.to_thread.run_sync(self._find_resolver)
                     if pidfd is None:
                         await self._start_resolver(session)
-                        continue
-                    try:
-                        await anyio.wait_readable(pidfd)
-                    finally:
-                        os.close(pidfd)
+                        pidfd = await anyio.to_thread.run_sync(self._find_resolver)
+                    if pidfd is not None:
+                        await _ended(pidfd)
                     self._log("the resolver has ended: it is started again")
                 except (OSError, Refused) as fault:
                     self._log(f"the resolver cannot be started: {fault}")
                 self._reap()
-                await anyio.sleep(BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)])
-                failures += 1
+                failures = failures + 1 if anyio.current_time() - since < STEADY_S else 1
+                await anyio.sleep(_back_off_s(failures))
 
     def _find_resolver(self) -> int | None:
         found = list(marked(self._programs.resolver, self._resolver_mark, self._resolver_uid))
@@ -303,6 +303,18 @@ def _address(directory: Path) -> Iterator[str]:
         yield f"/proc/self/fd/{fd}/{SOCKET}"
     finally:
         os.close(fd)
+
+
+async def _ended(pidfd: int) -> None:
+    """Closes it too."""
+    try:
+        await anyio.wait_readable(pidfd)
+    finally:
+        os.close(pidfd)
+
+
+def _back_off_s(failures: int) -> float:
+    return BACK_OFF_S[min(failures, len(BACK_OFF_S)) - 1]
 
 
 async def _ping(session: Session) -> None:
