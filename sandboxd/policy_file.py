@@ -34,7 +34,7 @@ _CONSTANTS: dict[str, Any] = {"": None, "~": None, "null": None, "true": True, "
 def read(path: Path, built_in: Policy) -> Policy:
     """`built_in` is what holds where the file says nothing."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:

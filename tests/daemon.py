@@ -6,10 +6,12 @@ What it starts it ends: after `stop` no process, socket or mount of it is left, 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from sandboxd.__main__ import instance
@@ -77,20 +79,37 @@ class Daemon:
         self.process.wait()
 
     def stop(self, *, end_sandboxes: bool) -> None:
-        if self.process is None:
-            return
-        if end_sandboxes and self.process.poll() is None:
+        if self.process is not None:
+            self._stop(self.process, end_sandboxes)
+            self.process = None
+        if end_sandboxes:
+            self._end_egress()
+
+    def _stop(self, process: subprocess.Popen[bytes], end_sandboxes: bool) -> None:
+        if end_sandboxes and process.poll() is None:
             for sandbox in self.client.sandboxes():
                 if sandbox.state != "terminated":
                     self.client.delete(sandbox.id)
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(30)
+                process.wait(30)
             except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        self.process = None
+                process.kill()
+                process.wait()
+
+    def _end_egress(self) -> None:
+        """Egress and the resolver outlive the daemon; what it named after itself is ours to end."""
+        for pid in self._marked(f"/sandboxd/{instance(self.state)}/egress/".encode()):
+            with suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(pid)
+                try:
+                    for number in (signal.SIGTERM, signal.SIGKILL):
+                        signal.pidfd_send_signal(pidfd, number)
+                        if select.select([pidfd], [], [], 5)[0]:
+                            break
+                finally:
+                    os.close(pidfd)
 
     def environment(self) -> dict[str, str]:
         return os.environ | {"SANDBOX_CONTEXT": f"unix://{self.socket}"}
@@ -105,18 +124,25 @@ class Daemon:
         )  # fmt: skip
 
     def leftovers(self) -> list[str]:
-        """Machines' processes that carry this daemon's mark, and what is left below `sandboxes/`."""
-        found = []
-        marker = f"/sandboxd/{instance(self.state)}/".encode()
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    command = (entry / "cmdline").read_bytes()
-                except OSError:
-                    continue
-                if marker in command:
-                    found.append(f"process {entry.name}: {command[:200]!r}")
+        """Processes that carry this daemon's mark, its namespaces, and what is left below `sandboxes/`."""
+        marked = self._marked(f"/sandboxd/{instance(self.state)}/".encode())
+        found = [f"process {pid}: {command[:200]!r}" for pid, command in marked.items()]
+        prefix = f"sbx-{instance(self.state)}-"
+        with suppress(FileNotFoundError):
+            found.extend(f"namespace {name}" for name in os.listdir("/run/netns") if name.startswith(prefix))
         sandboxes = self.state / "sandboxes"
         if sandboxes.exists():
             found.extend(f"left in the state directory: {entry.name}" for entry in sandboxes.iterdir())
+        return found
+
+    @staticmethod
+    def _marked(marker: bytes) -> dict[int, bytes]:
+        """Command lines by pid."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with suppress(OSError):
+                    command = (entry / "cmdline").read_bytes()
+                    if marker in command:
+                        found[int(entry.name)] = command
         return found

@@ -1,0 +1,75 @@
+"""The host's registries: which names, which settings, and that no password comes along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sandboxd.registries import APT_SOURCES, NPMRC, PIP_CONF, npm_settings, pip_settings, plain, read
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("https://Mirror.Test/simple/", "https://mirror.test/simple/"),
+        ("http://u:CANARY@m.test:8080/a", "http://m.test:8080/a"),
+        ("https://CANARY@m.test./a?token=CANARY#CANARY", "https://m.test/a"),
+        ("https://b\u00fccher.test/", "https://xn--bcher-kva.test/"),
+        ("https://10.0.0.1/simple", ""), ("https://[::1]/", ""), ("https://2130706433/", ""), ("https://*.m.test/", ""),
+        ("file:///srv/mirror", ""), ("ftp://m.test/", ""), ("m.test", ""), ("", ""), ("https://", ""),
+        ("https://m.test:99999/", ""), ("https://m.test/a b", ""), ("https://m.test/\n[x]", "https://m.test/[x]"),
+        ("https://m.test/\u00e4", ""),
+    ],
+)  # fmt: skip
+def test_an_address_without_what_is_nobodys_business(url: str, address: str) -> None:
+    assert plain(url) == address
+    assert "CANARY" not in plain(url)
+
+
+def test_pips_files_and_variables_in_their_order() -> None:
+    texts = [
+        "[global]\nindex-url = https://u:CANARY@one.test/simple\nextra-index-url =\n    https://two.test/\n"
+        "    https://three.test/x\ntimeout = 1\n",
+        "[install]\nindex-url = https://install.test/simple\n[download]\nindex-url = https://no.test/\n",
+        "no configuration at all",
+    ]
+    assert pip_settings(texts, {}) == {
+        "index-url": ["https://install.test/simple"], "extra-index-url": ["https://two.test/", "https://three.test/x"],
+    }  # fmt: skip
+    assert pip_settings(texts, {"PIP_INDEX_URL": "https://env.test/"})["index-url"] == ["https://env.test/"]
+    assert pip_settings(["[global]\nindex-url = file:///x\n"], {}) == {}
+
+
+def test_npms_files_and_variables_in_their_order() -> None:
+    texts = [
+        "registry=https://one.test/\n//one.test/:_authToken=CANARY\n@corp:registry = \"https://corp.test/npm/\"\n",
+        "; registry=https://no.test/\nregistry=https://two.test/ \n_auth=CANARY\n",
+    ]
+    assert npm_settings(texts, {}) == {"registry": "https://two.test/", "@corp:registry": "https://corp.test/npm/"}
+    assert npm_settings(texts, {"npm_config_registry": "https://env.test/"})["registry"] == "https://env.test/"
+
+
+def test_names_and_files_of_a_whole_host(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "pip.conf").write_text("[global]\nindex-url = http://u:CANARY@pip.test/simple\n")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".npmrc").write_text("registry=https://npm.test/\n//npm.test/:_authToken=CANARY\n")
+    found = read(
+        [("http://u:CANARY@apt.test/debian", "bookworm"), ("file:///srv", "bookworm")], {"HOME": "/home"}, tmp_path
+    )
+    assert found.names == ("apt.test", "npm.test", "pip.test")
+    assert found.files == {
+        APT_SOURCES: b"deb http://apt.test/debian bookworm main\n",
+        PIP_CONF: b"[global]\nindex-url = http://pip.test/simple\ntrusted-host = pip.test\n",
+        NPMRC: b"registry=https://npm.test/\n",
+    }
+
+
+def test_a_host_that_configures_nothing_uses_what_its_programs_do(tmp_path: Path) -> None:
+    found = read([], {}, tmp_path)
+    assert found.files == {}
+    # pip is here, since it installed this; what it goes to stands in its source and not in ours.
+    assert len(found.names) >= 2
+    for source in Path(__file__).resolve().parents[2].joinpath("sandboxd").rglob("*.py"):
+        assert not any(name in source.read_text() for name in found.names), source
