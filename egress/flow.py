@@ -335,7 +335,7 @@ class Flow:
             down.accept_rest()
             down.advance()
         commands = down.go_on()
-        if self._held and (not self._due or not self._due[0].upgrade):
+        if self._held:
             commands += self._requests()
         elif not self._due and self._up_ended:
             commands += self._close(reset=False)
