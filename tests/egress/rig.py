@@ -31,6 +31,7 @@ from egress import control, ruleset
 from egress.control import Event, Inbox
 from egress.plan import Plan
 from egress.policy import Mode, Policy
+from tests.world.hello import hello
 from tests.world.spaces import Space, address, join
 from tests.world.world import World
 
@@ -190,6 +191,8 @@ class Sandbox:
         self.gate.run("sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1", "net.ipv4.ip_forward=0")
         self.gate.run("nft", "-f", "-", stdin=ruleset.text(PLAN, rules.mode))
         address(self.gate, PLAN.interface, [f"{PLAN.host_address}/{PLAN.prefix}"])
+        neighbour = ("neigh", "add", PLAN.guest_address, "lladdr", PLAN.guest_mac, "dev", PLAN.interface)
+        self.gate.run("ip", *neighbour, "nud", "permanent")
         address(self.guest, "eth0", [f"{PLAN.guest_address}/{PLAN.prefix}"])
         self.guest.run("ip", "route", "add", "default", "via", PLAN.host_address)
         rig.sandboxes[id] = self
@@ -355,3 +358,7 @@ def looked_up(sandbox: Sandbox, name: str) -> str:
     if answer.rr:
         return str(answer.rr[0].rdata)
     return str(RCODE[answer.header.rcode])
+
+
+def hello_passes(sandbox: Sandbox, name: str, where: str = ANYWHERE, port: int = 443) -> bool:
+    return passed(said(sandbox, hello(name), port, where))
