@@ -20,9 +20,10 @@ from typing import Final
 from egress import confine
 from egress.ledger import Ledger
 from egress.local import Local
+from egress.log import Log
 from egress.lookup import Lookups
 from egress.loop import IN, OUT, Loop
-from egress.proxy import Proxy, log
+from egress.proxy import Proxy
 from egress.serve import Service
 from native.relay import Relay
 
@@ -38,7 +39,8 @@ _ORPHAN_S: Final = 30.0
 
 class Egress:
     def __init__(self, build: str, uids: frozenset[int], control: socket.socket, path_fd: int, local: Local) -> None:
-        self._loop = Loop()
+        self._log = Log()
+        self._loop = Loop(self._log)
         self._path_fd = path_fd
         self._orphan_since: float | None = None
         self._ended = False
@@ -47,8 +49,10 @@ class Egress:
         resolver = socket.socket(fileno=RESOLVER_FD)
         self._lookups = Lookups(resolver, self._resolver_blocks)
         self._ledger = Ledger()
-        self._proxy = Proxy(self._loop, relay, self._lookups, local, self._ledger)
-        self._service = Service(self._loop, control, uids, build, self._proxy, self._ledger, self._replace_resolver)
+        self._proxy = Proxy(self._loop, relay, self._lookups, local, self._ledger, self._log)
+        self._service = Service(
+            self._loop, control, uids, build, self._proxy, self._ledger, self._replace_resolver, self._log
+        )
         self._loop.watch(resolver.fileno(), self._resolver_ready)
         self._resolver_there = True
 
@@ -80,7 +84,7 @@ class Egress:
     def _resolver_ready(self) -> None:
         if not self._proxy.lookups_ready():
             # Names wait for the next one, until their deadline.
-            log("the resolver has gone")
+            self._log.line("the resolver has gone")
             self._resolver_there = False
             self._loop.forget(self._lookups.resolver.fileno())
 

@@ -6,11 +6,16 @@ import select
 from collections.abc import Callable
 from select import EPOLLIN, EPOLLOUT
 
+from egress.log import Log
+
 IN, OUT = EPOLLIN, EPOLLOUT
 
 
 class Loop:
-    def __init__(self) -> None:
+    """Faults of those who are called go to `log`: one guest's bytes must not stop what serves all of them."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
         self._epoll = select.epoll()
         self._calls: dict[int, Callable[[], None]] = {}
 
@@ -31,4 +36,7 @@ class Loop:
         for fd, _ in self._epoll.poll(timeout_s):
             # Somebody called before may have forgotten this one.
             if (call := self._calls.get(fd)) is not None:
-                call()
+                try:
+                    call()
+                except Exception as fault:
+                    self._log.fault("serving a descriptor", fault)

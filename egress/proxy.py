@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ from egress import flow, vet
 from egress.answer import Answers
 from egress.ledger import Ledger
 from egress.local import Local
+from egress.log import Log
 from egress.lookup import Lookups
 from egress.loop import Loop
 from egress.policy import Ask, By, Deny, Policy
@@ -40,7 +40,8 @@ _FLOW_WAY: Final = (flow.Direction.UP, flow.Direction.DOWN)
 class Proxy:
     """`ledger` is read by whoever tells the daemon. Everything runs on the loop's one thread."""
 
-    def __init__(self, loop: Loop, relay: Relay, lookups: Lookups, local: Local, ledger: Ledger) -> None:
+    def __init__(self, loop: Loop, relay: Relay, lookups: Lookups, local: Local, ledger: Ledger, log: Log) -> None:
+        self._log = log
         self._loop, self._relay, self._lookups, self._local, self._ledger = loop, relay, lookups, local, ledger
         self._sandboxes: dict[str, Sandbox] = {}
         self._by_number: dict[int, Sandbox] = {}
@@ -49,7 +50,6 @@ class Proxy:
         self._next = 1
         self._now = time.monotonic()
         self._at = time.time()
-        self._faults_at = 0.0
         loop.watch(relay.fd, self.relay_ready)
 
     # The daemon's verbs
@@ -153,8 +153,7 @@ class Proxy:
                 elif isinstance(event, Failed):
                     self._failed(connection, event)
             except Exception as fault:
-                # A guest's bytes brought us here: its connection ends, and one line says where to look.
-                self._fault(event, fault)
+                self._fault(0 if isinstance(event, Refused) else event.pair, fault)
         self._lookups.flush()
 
     def _accepted(self, event: Accepted) -> None:
@@ -265,8 +264,13 @@ class Proxy:
             found([], "too many look-ups at once")
 
     def _found(self, connection: Connection, command: flow.Open, addresses: list[str], reason: str) -> None:
-        if connection.opening is not command:
-            return
+        if connection.opening is command:
+            try:
+                self._dial(connection, command, addresses, reason)
+            except Exception as fault:
+                self._fault(connection.pair, fault)
+
+    def _dial(self, connection: Connection, command: flow.Open, addresses: list[str], reason: str) -> None:
         sandbox, name = connection.sandbox, command.name
         ask = Ask(name, command.port, command.by)
         # The policy may be another one by now.
@@ -313,27 +317,13 @@ class Proxy:
         if sandbox.gone is not None:
             sandbox.gone()
 
-    def _fault(self, event: data_path.Event, fault: Exception) -> None:
-        if isinstance(event, Accepted | Data | Opened | Ended | Failed):
-            self._relay.close(event.pair, True)
-        if self._now - self._faults_at >= 1.0:
-            self._faults_at = self._now
-            at = fault.__traceback__
-            while at is not None and at.tb_next is not None:
-                at = at.tb_next
-            where = f"{at.tb_frame.f_code.co_filename.rpartition('/')[2]}:{at.tb_lineno}" if at else "?"
-            log(f"a connection was ended by a fault of ours: {type(fault).__name__} at {where}: {str(fault)[:200]!r}")
+    def _fault(self, pair: int, fault: Exception) -> None:
+        """A guest's bytes brought us here: its connection ends, and one line says where to look."""
+        self._relay.close(pair, True)
+        self._log.fault("with a connection, which was ended", fault)
 
 
 _AT_ONCE: Final = (flow.Close, flow.Refuse, flow.Deadline)
-
-
-def log(line: str) -> None:
-    try:
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
-    except OSError:
-        return  # the log is full; what happened is in the ledger too
 
 
 def _private(name: str, address: str) -> str:

@@ -19,9 +19,10 @@ from typing import Any, Final
 from egress import control
 from egress.control import Fault, Frame, Inbox, Unacked
 from egress.ledger import Ledger
+from egress.log import Log
 from egress.loop import IN, OUT, Loop
 from egress.policy import Policy
-from egress.proxy import Proxy, log
+from egress.proxy import Proxy
 from native.relay import Limits
 
 WAITING_BYTES: Final = 4 * control.FRAME_LIMIT
@@ -54,7 +55,9 @@ class Service:
         proxy: Proxy,
         ledger: Ledger,
         replace_resolver: Callable[[socket.socket], None],
+        log: Log,
     ) -> None:
+        self._log = log
         self._loop, self._listener, self._uids, self._build = loop, listener, uids, build
         self._proxy, self._ledger, self._replace_resolver = proxy, ledger, replace_resolver
         self._peer: _Peer | None = None
@@ -77,7 +80,9 @@ class Service:
         self._events.add(event)
         if event.kind == control.DENIED and event.connections == 0:
             what = f"{event.name or '(no name)'}:{event.port}"
-            log(f"{event.id} {event.sandbox} refused {what!r} {event.rule} by {event.by or '-'} count {event.count}")
+            self._log.line(
+                f"{event.id} {event.sandbox} refused {what!r} {event.rule} by {event.by or '-'} count {event.count}"
+            )
 
     def _accept(self) -> None:
         try:
