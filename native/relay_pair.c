@@ -416,6 +416,8 @@ static bool lost_delivered(struct worker *worker, struct pair *pair)
 {
     struct stream *down = &pair->streams[RELAY_DOWN];
     int unread = 0, unsent = 0;
+    if (down->still) /* Python has it, and will send it */
+        return false;
     if (!down->eof && ioctl(pair->upstream.fd, FIONREAD, &unread) == 0 && unread > 0)
         return false;
     if (down->in_pipe || down->first)

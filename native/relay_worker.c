@@ -327,6 +327,8 @@ static void watch_tick(struct worker *worker)
     struct watch *watch;
     if (worker->now >= worker->accept_at) {
         worker->accept_at = NEVER;
+        if (worker->spare_fd < 0) /* another thread was quicker */
+            worker->spare_fd = fcntl(worker->wake_fd, F_DUPFD_CLOEXEC, 0);
         LIST_FOREACH(watch, &worker->watches, others) {
             if (!watch->paused)
                 continue;

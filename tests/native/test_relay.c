@@ -56,7 +56,7 @@ static void *test_calloc(size_t count, size_t size)
 
 enum { PAIRS = 4096, ECHO_BYTES = 65536, CONCURRENT = 96, LIVES = 1500, EVENTS = 64 };
 
-static uint64_t draw_state;
+static _Thread_local uint64_t draw_state; /* each thread its own, begun from the seed */
 
 static uint32_t draw(void)
 {
@@ -208,6 +208,7 @@ struct life {
 struct clients {
     struct sockaddr_in relay;
     unsigned lives;
+    uint64_t seed;
     bool strict;
     unsigned whole, broken, wrong;
     atomic_bool done;
@@ -293,6 +294,7 @@ static bool life_turn(struct clients *clients, struct life *life)
 static void *clients_run(void *argument)
 {
     struct clients *clients = argument;
+    draw_state = clients->seed;
     static struct life lives[CONCURRENT];
     static struct pollfd polled[CONCURRENT];
     for (unsigned index = 0; index < CONCURRENT; index++)
@@ -485,7 +487,7 @@ static void stress(const char *name, unsigned threads, unsigned lives, bool stri
     CHECK(rc == 0, "listen: %d, step %d", rc, step);
     if (rc == 0)
         CHECK(relay_listen(driver.relay, 5, gate_fd, &limits, &step) == -EEXIST || !strict, "listened twice");
-    struct clients clients = {.relay = gate, .lives = lives, .strict = strict};
+    struct clients clients = {.relay = gate, .lives = lives, .seed = draw() | 1, .strict = strict};
     pthread_t thread;
     pthread_create(&thread, NULL, clients_run, &clients);
     drive_until(&driver, &clients, 120);
@@ -509,7 +511,7 @@ static void stress(const char *name, unsigned threads, unsigned lives, bool stri
     atomic_store(&memory_fails_one_in, 0);
     for (unsigned wait = 0; wait < 100 && descriptors() > before; wait++) /* the origin has its ends still */
         usleep(20000);
-    CHECK(descriptors() <= before, "%u descriptors before, %u after", before, descriptors());
+    CHECK(descriptors() <= before, "%s: %u descriptors before, %u after", name, before, descriptors());
 }
 
 /* Stopped and unlistened in the middle: nothing hangs, nothing leaks. */
