@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,14 +31,40 @@ network:
 """
 
 
-@pytest.fixture
-def net(place: Path) -> Iterator[Rig]:
+def start(place: Path) -> Rig:
     """A daemon with a network and an operator's policy."""
     if reason := why_not():
         pytest.skip(reason)
     (place / "policy.yaml").write_text(POLICY)
-    with Rig(place, "--network", "--policy", str(place / "policy.yaml")) as rig:
+    return Rig(place, "--network", "--policy", str(place / "policy.yaml"))
+
+
+@pytest.fixture
+def net(place: Path) -> Iterator[Rig]:
+    """One for a test that restarts it."""
+    with start(place) as rig:
         yield rig
+
+
+@pytest.fixture(scope="module")
+def _running() -> Iterator[Rig]:
+    with tempfile.TemporaryDirectory(prefix="dmn-", dir="/tmp") as name, start(Path(name)) as rig:
+        rig.create(name="warm")
+        rig.call("DELETE", f"{S}/warm")
+        yield rig
+
+
+@pytest.fixture
+def shared(_running: Rig) -> Iterator[Rig]:
+    """One that tests share, and leave as they found it."""
+    (_running.directory / "net" / "calls").write_text("")
+    yield _running
+    for knob in _running.knobs.iterdir():
+        knob.unlink()
+    for sandbox in _running.call("GET", S).json["sandboxes"]:
+        if sandbox["state"] != "terminated":
+            _running.call("DELETE", f"{S}/{sandbox['id']}")
+    assert links(_running) == []
 
 
 def told(rig: Rig, ref: str) -> dict[str, Any]:
@@ -146,70 +172,70 @@ def test_a_policy_that_is_not_in_order_stops_the_start(place: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_network_is_made_before_the_machine_and_goes_with_it(
-    net: Rig, asked: dict[str, Any], network: dict[str, Any]
+    shared: Rig, asked: dict[str, Any], network: dict[str, Any]
 ) -> None:
-    ref = net.create(**asked)
-    assert net.call("GET", f"{S}/{ref}").json["network"] == network
-    assert told(net, ref) == {"allow": [], "deny": [], "allow_tcp": []} | network | {
+    ref = shared.create(**asked)
+    assert shared.call("GET", f"{S}/{ref}").json["network"] == network
+    assert told(shared, ref) == {"allow": [], "deny": [], "allow_tcp": []} | network | {
         "allow": network["allow"] or [], "private": ["home.test", "registry.test"],
     }  # fmt: skip
-    assert links(net) == [ref] and net.run(ref, "true").exit_code == 0
-    names = net.state / "sandboxes" / ref / "names"
+    assert links(shared) == [ref] and shared.run(ref, "true").exit_code == 0
+    names = shared.state / "sandboxes" / ref / "names"
     assert stat.S_IMODE(names.stat().st_mode) == 0o600
-    assert net.call("DELETE", f"{S}/{ref}").status == 204
-    assert links(net) == [] and calls(net) == [f"open {ref} {network['mode']}", f"close {ref}"]
-    assert net.descriptors() < 40
+    assert shared.call("DELETE", f"{S}/{ref}").status == 204
+    assert links(shared) == [] and calls(shared) == [f"open {ref} {network['mode']}", f"close {ref}"]
+    assert shared.descriptors() < 40
 
 
-def test_none_has_no_link(net: Rig) -> None:
-    ref = net.create(network={"mode": "none"})
-    assert links(net) == [] and net.run(ref, "true").exit_code == 0
-    answer = net.call("PATCH", f"{S}/{ref}", {"network": {"mode": "allowlist"}})
+def test_none_has_no_link(shared: Rig) -> None:
+    ref = shared.create(network={"mode": "none"})
+    assert links(shared) == [] and shared.run(ref, "true").exit_code == 0
+    answer = shared.call("PATCH", f"{S}/{ref}", {"network": {"mode": "allowlist"}})
     assert (answer.status, answer.message) == (409, "the sandbox has no network and cannot be given one; start another")
-    assert net.call("PATCH", f"{S}/{ref}", {"network": {"mode": "none"}}).json["network"]["mode"] == "none"
-    net.call("DELETE", f"{S}/{ref}")
-    assert not (net.directory / "net" / "calls").exists()
+    assert shared.call("PATCH", f"{S}/{ref}", {"network": {"mode": "none"}}).json["network"]["mode"] == "none"
+    shared.call("DELETE", f"{S}/{ref}")
+    assert calls(shared) == []
 
 
-def test_what_a_failed_create_set_up_is_undone(net: Rig) -> None:
-    net.create()
-    net.knob("no_open", "1")
-    answer = net.call("POST", S, {"name": "a"})
+def test_what_a_failed_create_set_up_is_undone(shared: Rig) -> None:
+    shared.create()
+    shared.knob("no_open", "1")
+    answer = shared.call("POST", S, {"name": "a"})
     assert (answer.status, answer.message) == (500, "the sandbox's network could not be made")
-    assert "its network could not be made: the namespace: no room [31m" in net.log.read_text()
-    net.knob("no_open", None)
-    net.knob("no_boot", "1")
-    before, descriptors = links(net), net.descriptors()
-    assert net.call("POST", S, {"name": "a"}).status == 500
-    assert links(net) == before and net.call("GET", f"{S}/a").status == 404
-    net.knob("no_boot", None)
-    net.knob("boot_s", "30")
+    assert "its network could not be made: the namespace: no room [31m" in shared.log.read_text()
+    shared.knob("no_open", None)
+    shared.knob("no_boot", "1")
+    before, descriptors = links(shared), shared.descriptors()
+    assert shared.call("POST", S, {"name": "a"}).status == 500
+    assert links(shared) == before and shared.call("GET", f"{S}/a").status == 404
+    shared.knob("no_boot", None)
+    shared.knob("boot_s", "30")
     with ThreadPoolExecutor(1) as pool:
-        create = pool.submit(lambda: net.call("POST", S, {"name": "a"}))
-        until("its link is there", lambda: len(links(net)) == 2)
-        assert net.call("DELETE", f"{S}/a").status == 204
+        create = pool.submit(lambda: shared.call("POST", S, {"name": "a"}))
+        until("its link is there", lambda: len(links(shared)) == 2)
+        assert shared.call("DELETE", f"{S}/a").status == 204
         assert create.result().code == "conflict"
-    assert links(net) == before
-    until("no descriptor stays", lambda: net.descriptors() <= descriptors)
+    assert links(shared) == before
+    until("no descriptor stays", lambda: shared.descriptors() <= descriptors)
 
 
 # -- changed
 
 
-def test_a_change_is_in_force_when_it_is_answered(net: Rig) -> None:
-    ref = net.create(name="a")
-    client = Client(str(net.socket))
+def test_a_change_is_in_force_when_it_is_answered(shared: Rig) -> None:
+    ref = shared.create(name="a")
+    client = Client(str(shared.socket))
     said = client.update("a", network=NetworkRequest(allow=("x.wide.test",), allow_tcp=()), name="b")
     assert (said.name, said.network.allow, said.network.allow_tcp) == ("b", ("x.wide.test",), ())
-    assert told(net, "b")["allow"] == ["x.wide.test"]
-    assert client.update("b", network=NetworkRequest("open")).network.mode == told(net, "b")["mode"] == "open"
+    assert told(shared, "b")["allow"] == ["x.wide.test"]
+    assert client.update("b", network=NetworkRequest("open")).network.mode == told(shared, "b")["mode"] == "open"
     assert client.update("b", labels={"k": "v"}, idle_timeout_secs=99).labels == {"k": "v"}
     assert client.update("b", network=NetworkRequest("none")).network == client.get("b").network
-    assert told(net, "b")["mode"] == "none"
+    assert told(shared, "b")["mode"] == "none"
     with pytest.raises(Conflict, match="cannot be given one"):
         client.update("b", network=NetworkRequest("allowlist"))
     client.delete("b")
-    assert links(net) == [] and calls(net)[-1] == f"close {ref}"
+    assert links(shared) == [] and calls(shared)[-1] == f"close {ref}"
     with pytest.raises(Conflict, match="terminated"):
         client.update("b", network=NetworkRequest("none"))
 
@@ -229,37 +255,37 @@ def test_a_change_is_in_force_when_it_is_answered(net: Rig) -> None:
     ],
     ids=json.dumps,
 )
-def test_a_part_that_is_refused_changes_nothing(net: Rig, body: dict[str, Any]) -> None:
-    net.create(name="taken", network={"mode": "none"})
-    net.create(name="a")
-    before = net.call("GET", f"{S}/a").json
-    assert net.call("PATCH", f"{S}/a", body).status in (400, 403, 409)
-    assert net.call("GET", f"{S}/a").json == before
-    assert not any(call.startswith("update") for call in calls(net))
+def test_a_part_that_is_refused_changes_nothing(shared: Rig, body: dict[str, Any]) -> None:
+    shared.create(name="taken", network={"mode": "none"})
+    shared.create(name="a")
+    before = shared.call("GET", f"{S}/a").json
+    assert shared.call("PATCH", f"{S}/a", body).status in (400, 403, 409)
+    assert shared.call("GET", f"{S}/a").json == before
+    assert not any(call.startswith("update") for call in calls(shared))
 
 
-def test_a_change_that_cannot_be_enforced_is_taken_back(net: Rig) -> None:
-    net.create(name="a")
-    before = net.call("GET", f"{S}/a").json
-    net.knob("no_update", "1")
-    answer = net.call("PATCH", f"{S}/a", {"network": {"allow": ["x.wide.test"]}, "name": "b"})
+def test_a_change_that_cannot_be_enforced_is_taken_back(shared: Rig) -> None:
+    shared.create(name="a")
+    before = shared.call("GET", f"{S}/a").json
+    shared.knob("no_update", "1")
+    answer = shared.call("PATCH", f"{S}/a", {"network": {"allow": ["x.wide.test"]}, "name": "b"})
     assert (answer.status, answer.message) == (500, "the network could not be changed")
-    assert net.call("GET", f"{S}/a").json == before and told(net, "a")["allow"] == ["a.test", "b.test"]
-    net.knob("no_update", None)
-    assert net.call("PATCH", f"{S}/a", {"network": {"allow": ["x.wide.test"]}}).status == 200
+    assert shared.call("GET", f"{S}/a").json == before and told(shared, "a")["allow"] == ["a.test", "b.test"]
+    shared.knob("no_update", None)
+    assert shared.call("PATCH", f"{S}/a", {"network": {"allow": ["x.wide.test"]}}).status == 200
 
 
-def test_changes_at_once_leave_one_of_them(net: Rig) -> None:
-    ref = net.create(name="a")
+def test_changes_at_once_leave_one_of_them(shared: Rig) -> None:
+    ref = shared.create(name="a")
     lists = [[f"n{number}.wide.test"] for number in range(8)]
     with ThreadPoolExecutor(9) as pool:
-        changes = [pool.submit(net.call, "PATCH", f"{S}/{ref}", {"network": {"allow": one}}) for one in lists]
+        changes = [pool.submit(shared.call, "PATCH", f"{S}/{ref}", {"network": {"allow": one}}) for one in lists]
         assert {change.result().status for change in changes} == {200}
-        assert net.call("GET", f"{S}/a").json["network"]["allow"] == told(net, "a")["allow"]
-        changes = [pool.submit(net.call, "PATCH", f"{S}/{ref}", {"network": {"allow": one}}) for one in lists]
-        assert pool.submit(net.call, "DELETE", f"{S}/{ref}").result().status == 204
+        assert shared.call("GET", f"{S}/a").json["network"]["allow"] == told(shared, "a")["allow"]
+        changes = [pool.submit(shared.call, "PATCH", f"{S}/{ref}", {"network": {"allow": one}}) for one in lists]
+        assert pool.submit(shared.call, "DELETE", f"{S}/{ref}").result().status == 204
         assert {change.result().status for change in changes} <= {200, 409}
-    assert links(net) == []
+    assert links(shared) == []
 
 
 # -- taken back
@@ -376,51 +402,42 @@ def test_a_decision_is_explained_by_its_id(net: Rig) -> None:
     assert client.event("abcdefg2").count == 3
 
 
-def test_the_names_of_a_sandbox_while_it_lives_and_after(net: Rig) -> None:
-    ref, other = net.create(name="a"), net.create(name="b")
-    client = Client(str(net.socket))
+def test_the_names_of_a_sandbox_while_it_lives_and_after(shared: Rig) -> None:
+    ref, other = shared.create(name="a"), shared.create(name="b")
+    client = Client(str(shared.socket))
     assert client.egress("a").names == ()
-    tell(net, event(sandbox=ref), event(sandbox=other, id="bbbbbbb2", name="y.wide.test"))
+    tell(shared, event(sandbox=ref), event(sandbox=other, id="bbbbbbb2", name="y.wide.test"))
     fresher = {
         "id": "abcdefg2", "name": "x.wide.test", "port": 443, "decision": "denied", "rule": "not-listed", "by": "tls",
         "why": "w", "count": 9, "connections": 0, "bytes_in": 0, "bytes_out": 0, "first_at": 1700000000.5,
         "last_at": 1700000090.0,
     }  # fmt: skip
-    net.knob("report", json.dumps([fresher, {"rubbish": 1}]))
+    shared.knob("report", json.dumps([fresher, {"rubbish": 1}]))
     said = client.egress("a")
     assert (said.mode, said.allow, said.deny) == ("allowlist", ("a.test", "b.test"), ("bad.test",))
     (name,) = said.names
     assert (name.name, name.decision, name.count, name.first_at) == (
         "x.wide.test", "denied", 9, "2023-11-14T22:13:20.500000Z",
     )  # fmt: skip
-    net.knob("report", None)
-    net.call("DELETE", f"{S}/a")
-    assert [(one.name, one.count) for one in client.egress(ref).names] == [("x.wide.test", 1)]
-    assert [one.name for one in client.egress("b").names] == ["y.wide.test"]
+    shared.knob("report", None)
+    shared.call("DELETE", f"{S}/a")
+    assert [(found.name, found.count) for found in client.egress(ref).names] == [("x.wide.test", 1)]
+    assert [found.name for found in client.egress("b").names] == ["y.wide.test"]
     with pytest.raises(NotFound):
         client.egress("nobody")
 
 
-def test_looking_at_a_network_is_no_activity(net: Rig) -> None:
-    ref = net.create(idle_timeout_secs=2)
+def test_looking_at_a_network_is_no_activity(shared: Rig) -> None:
+    ref = shared.create(idle_timeout_secs=2)
     deadline = time.monotonic() + 20
-    while net.call("GET", f"{S}/{ref}/egress").status == 200 and time.monotonic() < deadline:
-        if {"id": ref, "state": "terminated"}.items() <= net.call("GET", S).json["sandboxes"][0].items():
+    while shared.call("GET", f"{S}/{ref}/egress").status == 200 and time.monotonic() < deadline:
+        if {"id": ref, "state": "terminated"}.items() <= shared.call("GET", S).json["sandboxes"][0].items():
             break
         time.sleep(0.1)
-    assert net.call("GET", f"{S}/{ref}").json["state"] == "terminated"
+    assert shared.call("GET", f"{S}/{ref}").json["state"] == "terminated"
 
 
-def test_guests_cannot_fill_the_directory_with_their_events(net: Rig) -> None:
-    ref = net.create()
-    for round_ in range(10):
-        tell(net, *(event(sandbox=ref, id=f"aa{round_:02}{n:04}", why="w" * 500) for n in range(4000)))
-    audit = net.state / "audit"
-    assert len(os.listdir(audit)) <= 6 and all(path.stat().st_size <= 8 << 20 for path in audit.iterdir())
-    assert net.call("GET", "/v1/health").status == 200
-
-
-def test_the_client_raises_what_the_daemon_refused(net: Rig) -> None:
-    net.create(name="a")
+def test_the_client_raises_what_the_daemon_refused(shared: Rig) -> None:
+    shared.create(name="a")
     with pytest.raises(Refused, match=r"network\.may_allow"):
-        Client(str(net.socket)).update("a", network=NetworkRequest(allow=("other.test",)))
+        Client(str(shared.socket)).update("a", network=NetworkRequest(allow=("other.test",)))
