@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from egress import plan as plans
-from egress.nft import NAMESPACES
-from egress.plan import Plan
+from egress.plan import NAMESPACES, Plan
 
 T = TypeVar("T")
 
@@ -151,13 +150,19 @@ def sandboxes(instance: str) -> list[str]:
     return [id for id in (plans.sandbox_of(name, instance) for name in sorted(names)) if id is not None]
 
 
-def try_out(plan: Plan, also: Callable[[], None]) -> None:
-    """Makes a namespace without a name and a tap in it, and calls `also` there. Nothing of it stays."""
+def try_out(plan: Plan, load: Callable[[], None]) -> None:
+    """The whole link in a namespace without a name, with the rules that `load` loads. Nothing of it stays."""
 
     def attempt() -> None:
         _unshare()
-        os.close(_tap(plan.interface))
-        also()
+        tap = _tap(plan.interface)
+        try:
+            _set(_BEFORE)
+            load()
+            _set(_AFTER)
+            _bring_up(plan)
+        finally:
+            os.close(tap)
 
     alone(attempt)
 

@@ -288,9 +288,7 @@ def _open_names(path: Path) -> int:
 
 
 def _guest(its: Plan) -> GuestNetwork:
-    return GuestNetwork(
-        f"{its.guest_address}/{its.prefix}", its.host_address, its.host_address, its.guest_mac, its.mtu
-    )
+    return GuestNetwork(f"{its.guest_address}/{its.prefix}", its.host_address, its.host_address, its.guest_mac, its.mtu)
 
 
 async def _step(name: str, call: Callable[..., T], *arguments: object) -> T:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import subprocess
 
-NAMESPACES = "/run/netns"
+from egress.plan import NAMESPACES
+
 TIMEOUT_S = 20.0
 
 

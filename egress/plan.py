@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+NAMESPACES = "/run/netns"
 _PREFIX = "sbx-"
 _SANDBOX = re.compile(r"sbx_([0-9a-f]{16})")
 _INSTANCE = re.compile(r"[0-9a-f]{12}")

@@ -27,7 +27,7 @@ import anyio
 import anyio.to_thread
 
 from egress.control import Event
-from egress.session import Refused, Session, SessionLost
+from egress.session import CALL_S, Refused, Session, SessionLost
 
 SOCKET = "control.sock"
 START_S = 60.0
@@ -91,7 +91,11 @@ class Supervisor:
             since = anyio.current_time()
             try:
                 self._make_directory()
-                await self._attend(self._connect() or await self._start())
+                found = self._connect()
+                if found is not None:
+                    await self._attend(found, CALL_S)
+                else:
+                    await self._attend(await self._start(), START_S)
                 await self._clear()
             except OSError as fault:
                 self._log(f"egress cannot be started: {fault}")
@@ -102,14 +106,13 @@ class Supervisor:
         """Ends both processes, whoever started them. `run` must not be running any more."""
         await self._clear()
 
-    async def _attend(self, connection: socket.socket) -> None:
+    async def _attend(self, connection: socket.socket, within_s: float) -> None:
         """From a connection to the end of what it stands for, or to the news that another is needed."""
-        session = Session(connection, self._on_event)
+        session = Session(connection, self._note)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(session.run)
             try:
-                found = await session.hello(START_S)
-                if found != build():
+                if await session.hello(within_s) != build():
                     self._log("egress is of another build: it is replaced")
                 else:
                     tasks.start_soon(self._keep_resolver, session)
@@ -123,6 +126,13 @@ class Supervisor:
             finally:
                 self._publish(None)
                 tasks.cancel_scope.cancel()
+
+    def _note(self, event: Event) -> None:
+        """A full disk must not look like the end of egress."""
+        try:
+            self._on_event(event)
+        except OSError as fault:
+            self._log(f"an event of egress could not be kept: {fault}")
 
     def _publish(self, session: Session | None) -> None:
         self._session = session
@@ -188,15 +198,15 @@ class Supervisor:
     def _connect(self) -> socket.socket | None:
         """To an egress that is there already."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(False)
         try:
             with _address(self._directory) as address:
                 connection.connect(address)
             # The peer is whoever listened first: a daemon like this one, in a directory that is its own.
             _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if uid in (os.geteuid(), self._egress_uid):
-                connection.setblocking(False)
                 return connection
-        except (FileNotFoundError, ConnectionRefusedError):
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
             pass
         connection.close()
         return None

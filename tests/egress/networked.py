@@ -16,7 +16,7 @@ from egress.supervisor import Programs
 
 STUB = str(Path(__file__).with_name("stub_egress.py"))
 PROGRAMS = Programs((sys.executable, "-I", STUB, "egress"), (sys.executable, "-I", STUB, "resolver"))
-UIDS = (904_096, 904_097)
+UIDS = (964_096, 964_097)
 
 ALLOWLIST = Policy(Mode.ALLOWLIST, allow=("allowed.test",))
 OPEN = Policy(Mode.OPEN)
@@ -37,6 +37,11 @@ def new_instance() -> str:
 
 def new_sandbox() -> str:
     return f"sbx_{secrets.token_hex(8)}"
+
+
+def pid_of(pidfd: int) -> int:
+    text = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+    return int(next(line for line in text.splitlines() if line.startswith("Pid:")).split()[1])
 
 
 def mac(text: str) -> bytes:

@@ -13,8 +13,8 @@ import pytest
 
 from egress import link, nft, plan, ruleset
 from egress.link import LinkError
-from egress.nft import NAMESPACES, NftError
-from egress.plan import Plan
+from egress.nft import NftError
+from egress.plan import NAMESPACES, Plan
 from egress.policy import Mode
 from tests.conftest import counts
 from tests.egress.networked import need_networks, new_instance, new_sandbox

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -15,11 +16,13 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+from dnslib import DNSRecord
 
 from egress import link, network, nft, plan, supervisor
 from egress.control import Event
 from egress.network import Egress, EgressError, GuestNetwork
 from egress.policy import Policy
+from egress.supervisor import Programs
 from tests.conftest import counts
 from tests.egress.networked import (
     ALLOWLIST,
@@ -30,6 +33,7 @@ from tests.egress.networked import (
     need_networks,
     new_instance,
     new_sandbox,
+    pid_of,
 )
 from tests.egress.tap_guest import Guest
 
@@ -220,7 +224,7 @@ async def test_an_open_that_fails_leaves_nothing(
 async def test_a_namespace_of_that_name_that_is_somebody_elses_stays(daemon: Daemon) -> None:
     sandbox = new_sandbox()
     await anyio.run_process(["ip", "netns", "add", daemon.plan(sandbox).namespace])
-    path = f"{nft.NAMESPACES}/{daemon.plan(sandbox).namespace}"
+    path = f"{plan.NAMESPACES}/{daemon.plan(sandbox).namespace}"
     before = os.stat(path).st_ino
     async with daemon.egress() as its:
         with pytest.raises(EgressError, match="is there already"):
@@ -326,6 +330,65 @@ async def test_sixteen_at_once_and_nothing_is_left(daemon: Daemon) -> None:
             for tap in taps.values():
                 os.close(tap)
             assert link.sandboxes(daemon.instance) == []
+
+
+def question(name: str) -> bytes:
+    return bytes(DNSRecord.question(name).pack())
+
+
+def resolve(guest: Guest, name: str) -> tuple[int, list[str]]:
+    """The status of the answer and the addresses in it."""
+
+    def ask() -> DNSRecord:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.settimeout(5)
+            sock.connect(("172.16.0.1", 53))
+            sock.send(question(name))
+            return DNSRecord.parse(sock.recv(4096))
+
+    answer = guest.run(ask)
+    return answer.header.rcode, [str(record.rdata) for record in answer.rr]
+
+
+def http(guest: Guest, host: str) -> str:
+    """The first line that comes back on port 80."""
+
+    def ask() -> str:
+        with socket.create_connection(("203.0.113.5", 80), 5) as connection:
+            connection.settimeout(10)
+            connection.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+            return connection.recv(4096).decode().partition("\r\n")[0]
+
+    return guest.run(ask)
+
+
+async def test_with_the_real_processes(daemon: Daemon) -> None:
+    """Names are answered and refused, by processes that hold no power, again after they were killed."""
+    real, sandbox = Programs(), new_sandbox()
+    mark = f"/sandboxd/{daemon.instance}/egress/egress"
+    own = Egress(daemon.directory, daemon.instance, UIDS, daemon.events.append, daemon.log.append, real)
+    try:
+        async with own, daemon.opened(own, sandbox) as guest:
+            found = await anyio.to_thread.run_sync(resolve, guest, "allowed.test")
+            assert found == (0, ["198.18.0.1"])
+            assert await anyio.to_thread.run_sync(resolve, guest, "other.test") == (3, [])
+            assert await anyio.to_thread.run_sync(http, guest, "other.test") == "HTTP/1.1 403 Forbidden"
+            await until(lambda: {event.name for event in daemon.events} == {"other.test"})
+            assert {row["name"] for row in await own.report(sandbox)} == {"other.test"}
+            await own.update(sandbox, Policy(ALLOWLIST.mode, allow=("other.test",)))
+            assert await anyio.to_thread.run_sync(resolve, guest, "other.test") == (0, ["198.18.0.2"])
+            assert await anyio.to_thread.run_sync(resolve, guest, "allowed.test") == (3, [])
+            for pidfd in supervisor.marked(real.egress, mark, UIDS[0]):
+                assert os.stat(f"/proc/{pid_of(pidfd)}").st_uid == UIDS[0]
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                os.close(pidfd)
+            await own.update(sandbox, Policy(ALLOWLIST.mode, allow=("allowed.test", "other.test")))
+            assert await anyio.to_thread.run_sync(resolve, guest, "other.test") == (0, ["198.18.0.2"])
+            assert await anyio.to_thread.run_sync(resolve, guest, "allowed.test") == found
+    finally:
+        async with own:
+            await own.end()
+    assert list(supervisor.marked(real.egress, mark, UIDS[0])) == []
 
 
 async def test_an_open_that_is_given_up_leaves_nothing(daemon: Daemon) -> None:

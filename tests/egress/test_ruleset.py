@@ -378,4 +378,3 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = 5.0) -> None:
     while not is_so():
         assert time.monotonic() < deadline, "it did not become so in time"
         time.sleep(0.01)
-

@@ -21,7 +21,7 @@ from egress import supervisor
 from egress.control import Event
 from egress.session import Refused, Session, SessionLost
 from egress.supervisor import Supervisor
-from tests.egress.networked import ALLOWLIST, PROGRAMS, UIDS, new_instance, new_sandbox
+from tests.egress.networked import ALLOWLIST, PROGRAMS, UIDS, new_instance, new_sandbox, pid_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.root]
 
@@ -65,8 +65,7 @@ class Daemon:
         program = PROGRAMS.egress if role == "egress" else PROGRAMS.resolver
         found = []
         for pidfd in supervisor.marked(program, f"/sandboxd/{self.instance}/egress/{role}", UIDS[0]):
-            text = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
-            found.append(int(next(line for line in text.splitlines() if line.startswith("Pid:")).split()[1]))
+            found.append(pid_of(pidfd))
             os.close(pidfd)
         return found
 
@@ -213,6 +212,21 @@ async def test_an_event_is_told_once_even_if_it_is_sent_twice(daemon: Daemon) ->
         await until(lambda: len(daemon.events) == 2)
         assert [event.number for event in daemon.events] == [1, 2]
         await (await its.session()).remove(FIRST)
+
+
+async def test_an_event_that_cannot_be_kept_ends_nothing(daemon: Daemon) -> None:
+    def full(event: Event) -> None:
+        raise OSError(28, "no space left")
+
+    its = Supervisor(daemon.directory, daemon.instance, UIDS, daemon.restore, full, daemon.log.append, PROGRAMS)
+    async with anyio.create_task_group() as tasks, sockets() as fds:
+        tasks.start_soon(its.run)
+        session = await its.session()
+        await session.add(FIRST, ALLOWLIST, fds)
+        _knock(_listening_port(fds[0]))
+        await until(lambda: any("no space left" in line for line in daemon.log))
+        await session.ping()
+        tasks.cancel_scope.cancel()
 
 
 async def test_a_refusal_is_an_error_and_the_session_lives_on(daemon: Daemon) -> None:
