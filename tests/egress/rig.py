@@ -285,15 +285,15 @@ def said(
 ) -> bytes:
     """Sends (in these pieces), and reads until so many bytes have come or the other end is gone. b"" where it went
     without a word."""
-    with sandbox.dial(where, port) as stream:
-        try:
+    try:
+        with sandbox.dial(where, port) as stream:
             for piece in [data] if isinstance(data, bytes) else data:
                 stream.sendall(piece)
                 if pause_s:
                     time.sleep(pause_s)
-        except (ConnectionResetError, BrokenPipeError):
-            return b""
-        return heard(stream, enough)
+            return heard(stream, enough)
+    except (ConnectionResetError, BrokenPipeError):
+        return b""
 
 
 def heard(stream: socket.socket, enough: int = 1) -> bytes:
@@ -302,6 +302,16 @@ def heard(stream: socket.socket, enough: int = 1) -> bytes:
     with contextlib.suppress(ConnectionResetError):
         while len(answer) < enough and (piece := stream.recv(65536)):
             answer += piece
+    return answer
+
+
+def until(stream: socket.socket, text: bytes) -> bytes:
+    """What the other end says until this text has come."""
+    answer = b""
+    while text not in answer:
+        piece = stream.recv(65536)
+        assert piece, f"{text!r} did not come, but {answer[-500:]!r}"
+        answer += piece
     return answer
 
 
