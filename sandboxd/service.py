@@ -337,7 +337,13 @@ class Service:
         record = live.record
         known = {one.id: one for one in await anyio.to_thread.run_sync(self._events.of, record.id)}
         if live.networked and self._egress is not None:
-            for row in await self._egress.report(record.id):
+            try:
+                rows = await self._egress.report(record.id)
+            except EgressError as fault:
+                # The file is a few seconds behind, and better than nothing.
+                log.warning("%s: egress does not report: %s", record.id, clean(str(fault)))
+                rows = []
+            for row in rows:
                 if (one := decision(record.id, row)) is not None:
                     known[one.id] = one
         return record.network, merged(known.values())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +20,9 @@ from sandboxd.errors import Internal, SetupError, Unavailable
 from sandboxd.lifecycle import MOVES, IllegalMove, State, move
 from sandboxd.settings import default_socket, default_state_dir, read
 from sandboxd.store import Network, ProcessRecord, SandboxRecord, Store
-from sandboxd.uids import Uids, overlapping
+from sandboxd.uids import Uids, network_uids, overlapping
+from tests.daemon import assets_dir
+from tests.sandboxd.rig import ROOT
 
 
 def flags(*arguments: str) -> dict[str, object]:
@@ -61,6 +66,43 @@ def test_default_places(environment: dict[str, str], uid: int, at: str, state: s
     settings = read(flags(), environment, uid)
     assert str(settings.socket) == at and settings.assets_dir == Path(state) / "assets"
     assert not settings.prepare_only and read(flags("prepare"), environment, uid).prepare_only
+
+
+def test_the_flags_of_the_network() -> None:
+    plain = read(flags(), {"HOME": "/h"}, 1000)
+    assert plain.policy is None and not plain.no_network
+    given = read(flags("--policy", "p.yaml", "--no-network"), {"HOME": "/h"}, 1000)
+    assert given.policy == Path.cwd() / "p.yaml" and given.no_network
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's daemon gives networks")
+@pytest.mark.parametrize("flag", ["", "--no-network"])
+def test_a_root_daemon_that_lacks_what_networks_need_says_so_and_the_way_out(tmp_path: Path, flag: str) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for directory in ("/usr/bin", "/usr/sbin"):
+        for entry in os.scandir(directory):
+            if entry.name != "nft" and not (programs / entry.name).exists():
+                (programs / entry.name).symlink_to(entry.path)
+    command = [sys.executable, "-m", "sandboxd", "--state-dir", str(tmp_path / "s"), "--listen", f"unix://{tmp_path}/s.s"]
+    started = subprocess.Popen(
+        [*command, "--assets-dir", str(assets_dir()), *([flag] if flag else [])],
+        env={"PATH": str(programs)}, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert started.stderr is not None
+    try:
+        line = started.stderr.readline()
+        if flag:
+            assert "network ceiling none (--no-network)" in line
+        else:
+            assert line == "sandboxd: the program nft is not installed\n"
+            assert started.stderr.read() == "With --no-network no sandbox gets a network.\n"
+            assert started.wait(20) == 1
+    finally:
+        started.terminate()
+        started.wait(20)
+        started.stderr.close()
 
 
 def test_a_start_that_fails_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +167,13 @@ def test_who_has_the_uids(subuid: str, owner: str | None) -> None:
     assert overlapping(subuid, 900_000, 4096) == owner
 
 
+def test_the_networks_uids_lie_behind_the_machines() -> None:
+    assert network_uids(900_000) == (904_096, 904_097)
+    for uid in network_uids(900_000):
+        with pytest.raises(SetupError, match="bob"):
+            Uids(900_000, Path("/nonexistent"), f"bob:{uid}:1\n")
+
+
 def test_uids_are_claimed_once_and_given_back(tmp_path: Path) -> None:
     one, other = Uids(900_000, tmp_path / "l", ""), Uids(900_000, tmp_path / "l", "")
     claims = [one.claim(), other.claim(), one.claim()]
@@ -187,8 +236,8 @@ def test_records_that_are_none_are_said(tmp_path: Path) -> None:
 def test_the_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
     store = Store(tmp_path / "state.sqlite")
     record = SandboxRecord(
-        "sbx_1", "n", State.RUNNING, "i", 1.5, 1, 2, ("A",), Network("allowlist", ("a",), ("b",)), 1.25, 3, 4,
-        {"k": "ü"}, 900_001, "",
+        "sbx_1", "n", State.RUNNING, "i", 1.5, 1, 2, ("A",), Network("allowlist", ("a",), ("b",), ("c:22",)), 1.25,
+        3, 4, {"k": "ü"}, 900_001, "",
     )  # fmt: skip
     plain = SandboxRecord("sbx_2", "", State.PENDING, "i", 1, 1, 2, (), Network("none"), 1.0, 3)
     process = ProcessRecord("sbx_1", 1, ("a", "\udcff"), True, "s", 2.5)
@@ -199,6 +248,11 @@ def test_the_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
     store.close()
     store = Store(tmp_path / "state.sqlite")
     assert store.sandboxes() == [plain, record]
+    (text,) = store._db.execute("SELECT record FROM sandbox WHERE id = 'sbx_2'").fetchone()
+    old = json.loads(text)
+    del old["network"]["allow_tcp"]
+    store._db.execute("UPDATE sandbox SET record = ? WHERE id = 'sbx_2'", (json.dumps(old),))
+    assert store.sandboxes() == [plain, record], "as an earlier version wrote it"
     assert store.processes("sbx_1") == [process, ProcessRecord("sbx_1", 2, ("b",), False, "", 2.5, -1)]
     store.forget_process("sbx_1", 1)
     store.forget("sbx_1")
