@@ -34,7 +34,7 @@ _PAIRS_MOST: Final = 16_384
 _FDS_A_PAIR: Final = 4  # two sockets, and a pipe now and then
 _FDS_ASIDE: Final = 512
 _TICK_S: Final = 0.25
-_ORPHAN_S: Final = 30.0
+_ORPHAN_S: Final = 5.0
 
 
 class Egress:
