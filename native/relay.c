@@ -267,6 +267,7 @@ int relay_close(struct relay *relay, uint64_t pair, int reset, int *step)
 static void unlisten(struct relay *relay, struct listener *listener)
 {
     LIST_REMOVE(listener, others);
+    atomic_store(&listener->leaving, true);
     for (unsigned number = 0; number < relay->threads; number++) {
         struct command *farewell = listener->farewells[number];
         listener->farewells[number] = NULL;

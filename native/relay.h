@@ -56,6 +56,7 @@ union address {
 struct listener {
     uint64_t sandbox;
     int fd;
+    atomic_bool leaving; /* nobody is accepted any more */
     bool own_fixed; /* `own` is the address of every connection: it is not bound to all addresses */
     union address own;
     struct relay_limits limits;

@@ -306,7 +306,7 @@ static void watch_pause(struct worker *worker, struct watch *watch)
 static void accept_some(struct worker *worker, struct watch *watch)
 {
     struct listener *listener = watch->listener;
-    for (unsigned count = 0; count < TURN_ACCEPTS && !watch->paused; count++) {
+    for (unsigned count = 0; count < TURN_ACCEPTS && !watch->paused && !atomic_load(&listener->leaving); count++) {
         int fd = accept4(listener->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (fd >= 0) {
             if (!admit(worker, watch, fd))
@@ -330,7 +330,7 @@ static void watch_tick(struct worker *worker)
         if (worker->spare_fd < 0) /* another thread was quicker */
             worker->spare_fd = fcntl(worker->wake_fd, F_DUPFD_CLOEXEC, 0);
         LIST_FOREACH(watch, &worker->watches, others) {
-            if (!watch->paused)
+            if (!watch->paused || atomic_load(&watch->listener->leaving))
                 continue;
             struct epoll_event watched = {.events = EPOLLIN | EPOLLEXCLUSIVE, .data.u64 = (uintptr_t)watch | SOURCE_WATCH};
             watch->paused = epoll_ctl(worker->epoll_fd, EPOLL_CTL_ADD, watch->listener->fd, &watched) < 0;

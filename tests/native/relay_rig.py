@@ -75,6 +75,13 @@ class Rig:
         self._sockets.append(guest)
         return guest
 
+    def turned_away(self) -> bool:
+        """A connection that is accepted and reset at once, which may show before the dialling is over."""
+        try:
+            return is_reset(self.dial())
+        except ConnectionResetError:
+            return True
+
     def accept(self) -> socket.socket:
         upstream, _ = self.origin.accept()
         upstream.settimeout(10)

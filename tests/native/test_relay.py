@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from native._native import lib
 
 import native
 from native import relay as face
-from native._native import lib
 from native.relay import FREE, Accepted, Closed, Data, Ended, Limits, Opened, Reason, Relay
 from tests.conftest import counts
 from tests.native.relay_rig import DOWN, SANDBOX, UP, Rig, is_reset, receive, receive_all, reset
@@ -291,7 +291,7 @@ def test_large_transfers_keep_every_byte_and_no_memory() -> None:
 
 def test_a_thousand_connections_leave_no_descriptor() -> None:
     with Rig() as rig:
-        guest, upstream, pair = rig.joined()
+        guest, upstream, _pair = rig.joined()
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(1000):
             with contextlib.closing(rig.dial()) as other:
