@@ -281,7 +281,6 @@ class Flow:
             ask == self.current
             and not self._last
             and len(self._due) < MAX_DUE
-            and not any(earlier.upgrade for earlier in self._due)
             and isinstance(self._verdict(ask), Allow)
         ):
             up.accept(request.body)

@@ -415,6 +415,9 @@ def test_what_follows_a_wish_to_upgrade_waits_for_the_answer() -> None:
     assert relayed.server(ok()).rule == "not-listed"                # not upgraded: it was a request
     relayed = Relayed().guest(UPGRADE + get("other.test")).server(SWITCHED)
     assert relayed.received == [UPGRADE + get("other.test")]        # upgraded: it is whatever it is
+    head = get("allowed.test", "/", "Content-Length: 50000", method="PUT")
+    relayed = Relayed().guest(UPGRADE + head).server(SWITCHED).guest(b"x" * 50_000 + get("other.test"))
+    assert relayed.received == [UPGRADE + head + b"x" * 50_000 + get("other.test")]
 
 
 @pytest.mark.parametrize(
