@@ -140,7 +140,7 @@ def test_a_sandbox_that_ended_with_its_work(person: Person, rig: Rig) -> None:
 def test_what_makes_no_run_says_nothing_of_one(person: Person, rig: Rig) -> None:
     for flags, said in [
         (("--memory=1",), "--memory must be between "),
-        (("--network=open",), "network for sandboxes is not built yet in this version"),
+        (("--network=open",), "this sandboxd gives sandboxes no network"),
     ]:
         [only] = notes(person.run("run", *flags, "--", "true"))
         assert only.startswith(said)
