@@ -126,10 +126,7 @@ class Flow:
         if self._stage is not _Stage.DIALLING:
             return []
         self._stage = self._then
-        if self._stage is _Stage.WEB:
-            return [self._down.read(), *self._requests()]
-        left = self._up.everything()
-        return [*([Send(UP, left)] if left else []), *([Finish(UP)] if self._up_ended else [])]
+        return [self._down.read(), *self._requests()] if self._stage is _Stage.WEB else []
 
     def failed(self, rule: str, why: str, id: str) -> list[Command]:
         """Nothing could be dialled."""

@@ -84,6 +84,8 @@ class Policy:
         for field in ("allow", "deny", "allow_tcp", "private"):
             form = normal_tcp if field == "allow_tcp" else normal
             for position, entry in enumerate(getattr(self, field)):
+                if not entry.isascii():         # never normal; and what would say so cannot be loaded when confined
+                    raise ValueError(f"{field}[{position}]: {entry!r} is not in normal form")
                 try:
                     right = form(entry)
                 except ValueError as fault:

@@ -294,6 +294,7 @@ def test_a_policy_goes_over_the_wire_and_back() -> None:
         pytest.param({"mode": "open", "deny": "a.test"}, "deny", id="a string for a list"),
         pytest.param({"mode": "open", "deny": ["a.test", 3]}, r"deny\[1\]", id="a number for a name"),
         pytest.param({"mode": "allowlist", "allow": ["A.test"]}, r"allow\[0\].*normal form", id="another form"),
+        pytest.param({"mode": "open", "deny": ["bücher.test"]}, r"deny\[0\].*normal form", id="an international name"),
         pytest.param({"mode": "allowlist", "allow": ["10.0.0.1"]}, r"allow\[0\]", id="an address"),
         pytest.param({"mode": "allowlist", "allow_tcp": ["a.test"]}, r"allow_tcp\[0\]", id="no port"),
         pytest.param({"mode": "allowlist", "private": ["*"]}, r"private\[0\]", id="a bare star"),
