@@ -133,6 +133,7 @@ _STEPS: dict[int, str] = {
     8: "the addresses",
 }
 _BATCH = 256
+_ADDRESS_BYTES = 46  # INET6_ADDRSTRLEN
 
 
 class Relay:
@@ -169,7 +170,7 @@ class Relay:
         `first` goes out before anything sent so far. `up` and `down` become the pass credits. An upstream the pair
         has already is closed, with what was still queued for it and the read credit of DOWN.
         """
-        targets = ffi.new("struct relay_address[]", [(os.fsencode(text)[:45], port) for text, port in addresses])
+        targets = ffi.new("struct relay_address[]", [(_raw(text), port) for text, port in addresses])
         _checked(
             lib.relay_open(self._relay, pair, targets, len(addresses), first, len(first), up, down, self._step),
             self._step,
@@ -205,6 +206,12 @@ class Relay:
         relay, self._relay = self._relay, ffi.NULL
         if relay != ffi.NULL:
             lib.relay_stop(relay)
+
+
+def _raw(text: str) -> bytes:
+    """What cannot be an address becomes none, which is refused with the rest."""
+    raw = text.encode("ascii", "replace")
+    return raw if len(raw) < _ADDRESS_BYTES and b"\0" not in raw else b""
 
 
 def _data(raw: Any) -> Data:

@@ -54,7 +54,7 @@ static void *test_calloc(size_t count, size_t size)
 
 #include "check.h"
 
-enum { PAIRS = 4096, ECHO_BYTES = 65536, CONCURRENT = 96, LIVES = 1500, EVENTS = 64 };
+enum { PAIRS = 4096, ECHO_BYTES = 65536, CONCURRENT = 96, LIVES = 1000, EVENTS = 64 };
 
 static _Thread_local uint64_t draw_state; /* each thread its own, begun from the seed */
 

@@ -347,11 +347,14 @@ def test_stop_resets_whatever_is_left() -> None:
         (lambda relay, fd: relay.unlisten(99), "No such file or directory (the sandbox's number)"),
         (lambda relay, fd: relay.open(1, [], b"", 0, 0), "Invalid argument"),
         (lambda relay, fd: relay.open(1, [("allowed.test", 1)], b"", 0, 0), "Invalid argument"),
-        (lambda relay, fd: relay.open(1, [("1" * 1000, 1)], b"", 0, 0), "Invalid argument"),
+        (lambda relay, fd: relay.open(1, [("1" * 1000, 1)], b"", 0, 0), "Invalid argument (the addresses)"),
+        (lambda relay, fd: relay.open(1, [("127.0.0.1\0x", 1)], b"", 0, 0), "Invalid argument (the addresses)"),
+        (lambda relay, fd: relay.open(1, [("fe80::1%lo", 1)], b"", 0, 0), "Invalid argument (the addresses)"),
+        (lambda relay, fd: relay.open(1, [("127.1", 1)], b"", 0, 0), "Invalid argument (the addresses)"),
     ],
     ids=[
         "no thread", "no pair", "not a descriptor", "listens already", "listens not", "no address", "a name",
-        "no address at all",
+        "no address at all", "an address and more", "a scope", "half an address",
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_an_error_with_its_step(rig: Rig, call: face.Callable[..., None], step: str) -> None:
