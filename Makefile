@@ -25,7 +25,7 @@ APT := qemu-system-x86 bubblewrap mmdebstrap e2fsprogs erofs-utils lz4 xz-utils 
        gcc libc6-dev make pkg-config git ca-certificates python3 python3-venv python3-dev util-linux procps uidmap \
        nftables iproute2 libseccomp2 libcap-dev
 # Sanitizer and fuzzing builds use clang; a user who only runs the demo does not need it.
-APT_TEST := $(APT) clang llvm libclang-rt-14-dev cpio openssh-client openssh-server curl
+APT_TEST := $(APT) clang llvm libclang-rt-14-dev cpio openssh-client openssh-server curl musl-tools
 
 CFLAGS_HARD := -std=c11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -D_FORTIFY_SOURCE=2
 LDFLAGS_HARD := -Wl,-z,relro,-z,now
@@ -58,8 +58,9 @@ bench-check: setup assets ## compare the figures of `make bench` with the floors
 soak: setup apt-test sanitizers assets ## the tests with large counts; prints its seed
 	SOAK=1 $(PY) -m pytest -q -n 2 --dist worksteal --timeout 3600
 
-fuzz: apt-test ## fuzz what reads a guest's bytes, SECONDS each (default 60)
+fuzz: setup apt-test ## fuzz what reads a guest's bytes, SECONDS each (default 60)
 	$(MAKE) -C native/vsock fuzz SECONDS=$(or $(SECONDS),60)
+	$(PY) tests/egress/fuzz $(or $(SECONDS),60)
 
 clean: ## remove what was built here; the assets stay in the state directory
 	rm -rf $(BUILD) $(VENV) bench/out *.egg-info native/_native*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,6 +20,80 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("guestd*", ("guestd*",), ()),
     ("native.build", (), ("cffi",)),
     ("native", ("native._native",), ()),
+    ("native.relay", ("native._native",), ()),
+    # egress. The daemon's half has the privilege and never sees a guest's byte:
+    ("egress.plan", (), ()),
+    ("egress.ruleset", ("egress.plan", "egress.policy"), ()),
+    ("egress.nft", ("egress.plan",), ()),
+    ("egress.link", ("egress.plan",), ("pyroute2",)),
+    ("egress.session", ("egress.control", "egress.policy"), ("anyio",)),
+    ("egress.supervisor", ("egress.control", "egress.session"), ("anyio",)),
+    (
+        "egress.network",
+        (
+            "egress.plan", "egress.policy", "egress.ruleset", "egress.nft", "egress.link", "egress.control",
+            "egress.session", "egress.supervisor",
+        ),
+        ("anyio",),
+    ),
+    # The two processes' own leaves, and what gives up their power.
+    ("egress.control", (), ()),
+    ("egress.log", (), ()),
+    ("egress.local", (), ()),
+    ("egress.lookup", (), ()),
+    ("egress.loop", ("egress.log",), ()),
+    ("egress.confine", (), ("prctl", "pyseccomp")),
+    ("egress.resolver", ("egress.confine", "egress.policy"), ()),
+    # What decides: pure.
+    ("egress.policy", (), ("idna",)),
+    ("egress.vet", (), ()),
+    ("egress.names", ("egress.policy",), ()),
+    ("egress.tls", ("egress.policy",), ()),
+    ("egress.http1", ("egress.policy",), ()),
+    ("egress.command", ("egress.policy",), ()),
+    ("egress.stream", ("egress.command", "egress.http1"), ()),
+    (
+        "egress.flow",
+        ("egress.command", "egress.http1", "egress.policy", "egress.stream", "egress.tls"),
+        (),
+    ),
+    ("egress.dns", ("egress.policy",), ("dnslib",)),
+    ("egress.ledger", ("egress.control",), ()),
+    # The process that reads the guest's bytes: all of the above but the daemon's half.
+    ("egress.answer", ("egress.dns", "egress.loop"), ()),
+    ("egress.sandbox", ("egress.answer", "egress.flow", "egress.lookup", "egress.names", "egress.policy"), ()),
+    (
+        "egress.questions",
+        (
+            "egress.answer", "egress.dns", "egress.ledger", "egress.lookup", "egress.names", "egress.policy",
+            "egress.sandbox",
+        ),
+        (),
+    ),
+    (
+        "egress.proxy",
+        (
+            "egress.answer", "egress.flow", "egress.ledger", "egress.local", "egress.log", "egress.lookup",
+            "egress.loop", "egress.policy", "egress.questions", "egress.sandbox", "egress.vet", "native.relay",
+        ),
+        (),
+    ),
+    (
+        "egress.serve",
+        (
+            "egress.control", "egress.ledger", "egress.log", "egress.loop", "egress.policy", "egress.proxy",
+            "native.relay",
+        ),
+        (),
+    ),
+    (
+        "egress.__main__",
+        (
+            "egress.confine", "egress.ledger", "egress.local", "egress.log", "egress.lookup", "egress.loop",
+            "egress.proxy", "egress.serve", "native.relay",
+        ),
+        (),
+    ),
     # Leaves: the command line and the daemon both stand on them.
     ("sandboxd.errors", (), ()),
     ("sandboxd.unixhttp", (), ()),
@@ -32,7 +106,18 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.uids", ("sandboxd.errors",), ()),
     ("sandboxd.wire", ("sandboxd.errors",), ("msgspec",)),
     ("sandboxd.store", ("sandboxd.errors", "sandboxd.lifecycle"), ()),
-    ("sandboxd.policy", ("sandboxd.errors", "sandboxd.store", "sandboxd.wire"), ()),
+    ("sandboxd.policy", ("sandboxd.errors", "sandboxd.store", "sandboxd.wire", "egress.policy"), ()),
+    ("sandboxd.registries", ("sandboxd.errors", "egress.policy"), ()),
+    ("sandboxd.policy_file", ("sandboxd.errors", "sandboxd.policy", "sandboxd.store", "egress.policy"), ("yaml",)),
+    ("sandboxd.events", ("sandboxd.errors", "egress.control"), ()),
+    (
+        "sandboxd.networks",
+        (
+            "sandboxd.errors", "sandboxd.events", "sandboxd.policy", "sandboxd.store", "sandboxd.termsafe",
+            "egress.network", "egress.policy",
+        ),
+        ("anyio",),
+    ),
     ("sandboxd.assets.*", ("sandboxd.errors", "sandboxd.assets.*"), ()),
     ("sandboxd.vm.qmp", (), ()),
     ("sandboxd.vm.*", ("sandboxd.vm.*", "sandboxd.errors", "sandboxd.unixpath", "native"), ("anyio",)),
@@ -56,7 +141,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "sandboxd.api",
         (
-            "sandboxd.service", "sandboxd.attach", "sandboxd.guest", "sandboxd.policy", "sandboxd.processes",
+            "sandboxd.service", "sandboxd.attach", "sandboxd.events", "sandboxd.guest", "sandboxd.policy", "sandboxd.processes",
             "sandboxd.spool", "sandboxd.store", "sandboxd.wire", "sandboxd.errors",
         ),
         ("anyio",),
@@ -66,7 +151,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         (
             "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.store", "sandboxd.policy", "sandboxd.processes",
             "sandboxd.guest", "sandboxd.uids", "sandboxd.wire", "sandboxd.assets.prepare", "sandboxd.vm.machine",
-            "sandboxd.termsafe",
+            "sandboxd.termsafe", "sandboxd.events", "sandboxd.networks",
         ),
         ("anyio",),
     ),
@@ -78,7 +163,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("anyio",),
     ),
     # The one place where the parts are joined.
-    ("sandboxd.__main__", ("sandboxd.*", "sandboxd.vm.*", "sandboxd.assets.*"), ("anyio", "docopt")),
+    ("sandboxd.__main__", ("sandboxd.*", "sandboxd.vm.*", "sandboxd.assets.*", "egress.network", "egress.control"), ("anyio", "docopt")),
     ("cli.__main__", ("cli.*", "sandboxd.errors", "sandboxd.termsafe"), ("docopt",)),
     (
         "cli*",
