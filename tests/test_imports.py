@@ -141,8 +141,8 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "sandboxd.api",
         (
-            "sandboxd.service", "sandboxd.attach", "sandboxd.events", "sandboxd.guest", "sandboxd.policy", "sandboxd.processes",
-            "sandboxd.spool", "sandboxd.store", "sandboxd.wire", "sandboxd.errors",
+            "sandboxd.service", "sandboxd.attach", "sandboxd.events", "sandboxd.guest", "sandboxd.policy",
+            "sandboxd.processes", "sandboxd.spool", "sandboxd.store", "sandboxd.wire", "sandboxd.errors",
         ),
         ("anyio",),
     ),
@@ -163,7 +163,11 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("anyio",),
     ),
     # The one place where the parts are joined.
-    ("sandboxd.__main__", ("sandboxd.*", "sandboxd.vm.*", "sandboxd.assets.*", "egress.network", "egress.control"), ("anyio", "docopt")),
+    (
+        "sandboxd.__main__",
+        ("sandboxd.*", "sandboxd.vm.*", "sandboxd.assets.*", "egress.network", "egress.control"),
+        ("anyio", "docopt"),
+    ),
     ("cli.__main__", ("cli.*", "sandboxd.errors", "sandboxd.termsafe"), ("docopt",)),
     (
         "cli*",
