@@ -62,10 +62,11 @@ from sandboxd.assets import prepare as images
 from sandboxd.assets.prepare import Assets
 from sandboxd.errors import SandboxError, SetupError
 from sandboxd.events import EventFile
+from sandboxd.networks import Egress, Networks
 from sandboxd.policy import Policy
 from sandboxd.registries import Registries
 from sandboxd.serve import Server
-from sandboxd.service import AssetsState, Backend, Egress, Places, Service
+from sandboxd.service import AssetsState, Backend, Places, Service
 from sandboxd.settings import Settings
 from sandboxd.store import Store
 from sandboxd.termsafe import clean
@@ -203,7 +204,8 @@ async def _serve(
     adopted = await adopt(places, store, chosen.backend)
     async with AsyncExitStack() as parts:
         egress = await _networks(settings, chosen, events, parts)
-        service = Service(places, store, chosen.backend, policy, assets, uids, egress, events, used.files)
+        networks = Networks(egress, policy, events)
+        service = Service(places, store, chosen.backend, policy, assets, uids, networks, used.files)
         await parts.enter_async_context(service)
         await service.restore((one.record, one.machine) for one in adopted)
         log.info(

@@ -17,18 +17,16 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 import anyio.abc
 import anyio.to_thread
 
-from egress.network import EgressError, Link
-from egress.policy import Policy as EgressPolicy
 from sandboxd import policy as rules
 from sandboxd.assets.prepare import Assets, Progress
 from sandboxd.errors import (
@@ -42,9 +40,10 @@ from sandboxd.errors import (
     Unavailable,
     Unsupported,
 )  # fmt: skip
-from sandboxd.events import Decision, EventFile, decision, merged
+from sandboxd.events import Decision
 from sandboxd.guest import Connection, Download, Guest, GuestGone, GuestRefused, Source
 from sandboxd.lifecycle import State, move
+from sandboxd.networks import Networks, interface
 from sandboxd.policy import Policy, Spec
 from sandboxd.processes import Command, Finished, Process, Processes
 from sandboxd.store import Network, ProcessRecord, SandboxRecord, Store
@@ -79,25 +78,6 @@ class Backend(Protocol):
     async def adopt(self, directory: Path, sandbox_id: str) -> Machine | None: ...
 
     def sweep(self, sandboxes: Path, known: frozenset[str]) -> None: ...
-
-
-class Egress(Protocol):
-    """What gives sandboxes their network: `egress.network.Egress`. A policy is in force when its call returns, and at
-    no moment does anything pass that both the old and the new one forbid."""
-
-    async def open(self, sandbox_id: str, policy: EgressPolicy, names: Path) -> Link: ...
-
-    async def adopt(self, sandbox_id: str, policy: EgressPolicy, names: Path) -> bool: ...
-
-    async def update(self, sandbox_id: str, policy: EgressPolicy) -> None: ...
-
-    async def close(self, sandbox_id: str) -> None: ...
-
-    async def report(self, sandbox_id: str) -> list[dict[str, object]]: ...
-
-    async def sweep(self, known: Collection[str]) -> list[str]: ...
-
-    async def end(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +147,6 @@ class Live:
         self.processes = processes
         self.machine: Machine | None = None
         self.claim: Claim | None = None
-        self.networked = False
         self.changing = anyio.Lock()
         self.creating: anyio.CancelScope | None = None
         self.gone = anyio.Event()
@@ -202,14 +181,14 @@ class Service:
 
     def __init__(
         self, places: Places, store: Store, backend: Backend, policy: Policy, assets: AssetsState,
-        uids: Uids | None, egress: Egress | None, events: EventFile, guest_files: Mapping[str, bytes],
+        uids: Uids | None, networks: Networks, guest_files: Mapping[str, bytes],
     ) -> None:  # fmt: skip
-        """`egress` is None where no sandbox has a network; `guest_files` are for those that have one."""
+        """`guest_files` are written in sandboxes that have a network."""
         self.policy = policy
         self.backend_name = backend.name
         self._places, self._store, self._backend = places, store, backend
         self._assets, self._uids = assets, uids
-        self._egress, self._events, self._guest_files = egress, events, guest_files
+        self._networks, self._guest_files = networks, guest_files
         self._sandboxes: dict[str, Live] = {}
         self._tasks = anyio.create_task_group()
 
@@ -226,7 +205,7 @@ class Service:
 
     async def create(self, request: CreateRequest) -> SandboxRecord:
         spec = rules.resolve(request, self.policy)
-        self._require_enforced(spec.network)
+        self._networks.require(spec.network)
         assets = self._assets.get()
         self._require_room(spec.disk_mb)
         live = self._register(spec)
@@ -283,7 +262,7 @@ class Service:
         new = record
         if request.network is not None:
             new = replace(new, network=rules.network(request.network, self.policy))
-            self._require_enforced(new.network)
+            self._networks.require(new.network)
         if request.name is not None:
             new = replace(new, name=rules.sandbox_name(request.name) if request.name else "")
         if request.labels is not None:
@@ -300,16 +279,13 @@ class Service:
 
     async def _change_network(self, live: Live, old: SandboxRecord) -> None:
         """Puts the record's network in force, or the old record back."""
-        assert self._egress is not None
         try:
-            await self._egress.update(old.id, rules.enforced(live.record.network, self.policy))
-        except EgressError as fault:
-            log.error("%s: its network could not be changed: %s", old.id, clean(str(fault)))
+            await self._networks.change(live.record)
+        except Internal:
             if live.record.state is not State.TERMINATED:
                 live.record = old
                 self._store.put_done(old)
-            raise Internal("the network could not be changed") from None
-        log.info("%s: sandbox.network_updated, reason request: %s", old.id, live.record.network.mode)
+            raise
 
     async def delete(self, ref: str) -> None:
         live = self._find(ref)
@@ -334,22 +310,10 @@ class Service:
     async def egress(self, ref: str) -> tuple[Network, list[Decision]]:
         """The network as it is, and each name that was asked for. Reading it is no activity."""
         live = self._find(ref)
-        record = live.record
-        known = {one.id: one for one in await anyio.to_thread.run_sync(self._events.of, record.id)}
-        if live.networked and self._egress is not None:
-            try:
-                rows = await self._egress.report(record.id)
-            except EgressError as fault:
-                # The file is a few seconds behind, and better than nothing.
-                log.warning("%s: egress does not report: %s", record.id, clean(str(fault)))
-                rows = []
-            for row in rows:
-                if (one := decision(record.id, row)) is not None:
-                    known[one.id] = one
-        return record.network, merged(known.values())
+        return live.record.network, await self._networks.decisions(live.record.id)
 
     async def event(self, event_id: str) -> Decision:
-        found = await anyio.to_thread.run_sync(self._events.find, event_id) if EVENT_ID.match(event_id) else None
+        found = await self._networks.decision(event_id) if EVENT_ID.match(event_id) else None
         if found is None:
             raise NotFound("no such event, or it is too long ago")
         return found
@@ -464,9 +428,7 @@ class Service:
         async with anyio.create_task_group() as tasks:
             for live in running:
                 tasks.start_soon(self._take_network, live)
-        if self._egress is not None:
-            for sandbox_id in await self._egress.sweep([live.record.id for live in running if live.networked]):
-                log.info("%s: its network was still there: it is removed", sandbox_id)
+        await self._networks.sweep()
         for live in running:
             if self._uids is not None and live.record.uid is not None:
                 live.claim = self._uids.reclaim(live.record.uid)
@@ -474,24 +436,11 @@ class Service:
             self._tasks.start_soon(self._guarded, self._take_back, live)
 
     async def _take_network(self, live: Live) -> None:
-        """A sandbox keeps its network as far as the policy still permits it. One whose end of the link is gone, or
-        cannot be put under the policy, has none from now on."""
         record = live.record
-        network, reason = rules.narrowed(record.network, self.policy), "policy"
-        if network.mode != "none":
-            assert self._egress is not None
-            policy = rules.enforced(network, self.policy)
-            try:
-                live.networked = await self._egress.adopt(record.id, policy, self._places.names(record.id))
-                reason = reason if live.networked else "its link is gone"
-            except EgressError as fault:
-                reason = str(fault)
-            if not live.networked:
-                network = Network("none")
+        network = await self._networks.take_back(record, self._places.names(record.id))
         if network != record.network:
             live.record = replace(record, network=network)
             self._store.put_done(live.record)
-            log.warning("%s: sandbox.network_updated, reason %s: %s", record.id, clean(reason), network.mode)
 
     async def _take_back(self, live: Live) -> None:
         """Until the guest has answered: a silent one keeps its disk and is asked again."""
@@ -536,24 +485,27 @@ class Service:
                 undo.callback(live.claim.close)
             scratch = self._places.scratch(sandbox_id)
             await make_scratch(scratch, spec.disk_mb)
-            link = await self._open_link(live, undo)
-            spec_of_machine = MachineSpec(
-                id=sandbox_id, cpus=math.ceil(spec.cpus), memory_mb=spec.memory_mb,
-                kernel=assets.kernel, initramfs=assets.initramfs,
-                drives=(Drive(assets.runtime, True), Drive(assets.image, True), Drive(scratch, False)),
-                directory=directory, uid=_uid(live.claim),
-                tap_fd=None if link is None else link.tap_fd, mac="" if link is None else link.guest.mac,
-            )  # fmt: skip
+            link = await self._networks.open(live.record, self._places.names(sandbox_id))
+            undo.push_async_callback(_shielded, self._networks.close, sandbox_id)
             try:
-                machine = await self._backend.start(spec_of_machine)
+                machine = await self._backend.start(
+                    MachineSpec(
+                        id=sandbox_id, cpus=math.ceil(spec.cpus), memory_mb=spec.memory_mb,
+                        kernel=assets.kernel, initramfs=assets.initramfs,
+                        drives=(Drive(assets.runtime, True), Drive(assets.image, True), Drive(scratch, False)),
+                        directory=directory, uid=_uid(live.claim),
+                        tap_fd=None if link is None else link.tap_fd, mac="" if link is None else link.guest.mac,
+                    )
+                )  # fmt: skip
             finally:
+                # The machine has its own.
                 if link is not None:
                     link.close_tap()
             undo.push_async_callback(_shielded, machine.terminate)
             guest = Guest(machine.vsock_path)
             await _before_exit(machine, "waiting for the guest agent", lambda: guest.wait_ready(BOOT_S))
             hostname = (live.record.name or sandbox_id.replace("_", "-")).rstrip("-")
-            network = None if link is None else _interface(link)
+            network = None if link is None else interface(link)
             files = {} if link is None else self._guest_files
             await _before_exit(
                 machine, "configuring the guest", lambda: guest.configure(hostname, spec.env, network, files)
@@ -562,31 +514,6 @@ class Service:
             self._store.put(running)
             live.record, live.machine = running, machine
             undo.pop_all()
-
-    async def _open_link(self, live: Live, undo: AsyncExitStack) -> Link | None:
-        """The sandbox's own network, where it is to have one: closed before anything can use it."""
-        record = live.record
-        if record.network.mode == "none":
-            return None
-        assert self._egress is not None
-        policy = rules.enforced(record.network, self.policy)
-        try:
-            link = await self._egress.open(record.id, policy, self._places.names(record.id))
-        except EgressError as fault:
-            log.error("%s: its network could not be made: %s", record.id, clean(str(fault)))
-            raise Internal("the sandbox's network could not be made") from None
-        undo.push_async_callback(_shielded, self._close_link, live)
-        live.networked = True
-        return link
-
-    async def _close_link(self, live: Live) -> None:
-        """Whatever goes wrong with it holds nothing else up: the next start removes what is left."""
-        if live.networked and self._egress is not None:
-            live.networked = False
-            try:
-                await self._egress.close(live.record.id)
-            except EgressError as fault:
-                log.error("%s: its network was not removed: %s", live.record.id, clean(str(fault)))
 
     async def _end(self, live: Live, reason: str, keep_disk: bool) -> None:
         """The one way a sandbox ends. Its name is free at once; `gone` is set when nothing of it runs any
@@ -604,7 +531,7 @@ class Service:
                 if keep_disk:
                     put_aside(self._places, live.record.id)
                 async with live.changing:
-                    await self._close_link(live)
+                    await self._networks.close(live.record.id)
                 await _remove_tree(self._places.machine(live.record.id))
             finally:
                 if live.claim is not None:
@@ -719,11 +646,6 @@ class Service:
         if free_mb < min(disk_mb, MIN_FREE_MB):
             raise Conflict(f"the server's disk is full: {free_mb} MiB are free for a new sandbox")
 
-    def _require_enforced(self, network: Network) -> None:
-        """Whatever the policy says: what nobody here would enforce is not promised."""
-        if network.mode != "none" and self._egress is None:
-            raise Unsupported(f"this endpoint cannot give a sandbox a network with mode {network.mode}")
-
     def _require_free(self, name: str) -> None:
         for live in self._sandboxes.values():
             if name and live.record.name == name and live.record.state is not State.TERMINATED:
@@ -817,12 +739,6 @@ async def _before_exit(machine: Machine, step: str, act: Callable[[], Awaitable[
         tasks.cancel_scope.cancel()
     if not done:
         raise BootFailed(f"{step}: {fault}", None, await machine.console_tail())
-
-
-def _interface(link: Link) -> dict[str, Any]:
-    """The guest's end of a link, as the guest protocol names it."""
-    guest = link.guest
-    return {"address": guest.address, "gateway": guest.gateway, "resolver": guest.resolver, "mtu": guest.mtu}
 
 
 async def _shielded(act: Callable[..., Awaitable[None]], *arguments: object) -> None:
