@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final
 
 from egress import flow, vet
@@ -24,7 +24,7 @@ from egress.local import Local
 from egress.log import Log
 from egress.lookup import Lookups
 from egress.loop import Loop
-from egress.policy import Ask, By, Deny, Policy
+from egress.policy import Allow, Ask, By, Deny, Policy
 from egress.questions import Questions
 from egress.sandbox import Connection, Sandbox
 from native import relay as data_path
@@ -255,7 +255,7 @@ class Proxy:
         self._apply(connection, connection.flow.refused(id))
 
     def _open(self, connection: Connection, command: flow.Open) -> None:
-        connection.opening, connection.held = command, []
+        connection.opening, connection.held, connection.decider = command, [], connection.sandbox.decider
         if not command.name:
             self._found(connection, command, [command.address], "")
             return
@@ -273,8 +273,9 @@ class Proxy:
     def _dial(self, connection: Connection, command: flow.Open, addresses: list[str], reason: str) -> None:
         sandbox, name = connection.sandbox, command.name
         ask = Ask(name, command.port, command.by)
-        # The policy may be another one by now.
-        verdict = sandbox.decide(ask)
+        verdict: Allow | Deny = command.allow
+        if connection.decider is not sandbox.decider:  # the policy is another one by now
+            verdict = sandbox.decide(ask)
         if isinstance(verdict, Deny):
             self._fail(connection, ask, verdict.rule, verdict.why)
             return
@@ -282,7 +283,7 @@ class Proxy:
             self._fail(connection, ask, "unresolved", f"{name} does not resolve ({reason}).")
             return
         delivers = self._local.delivers
-        good = [text for text in vet.usable(addresses[:ADDRESSES], verdict.private) if not delivers(text)]
+        good = [text for text in _usable(tuple(addresses[:ADDRESSES]), verdict.private) if not delivers(text)]
         if not good:
             self._fail(connection, ask, "private-address", _private(name, addresses[0]))
             return
@@ -324,6 +325,12 @@ class Proxy:
 
 
 _AT_ONCE: Final = (flow.Close, flow.Refuse, flow.Deadline)
+
+
+@lru_cache(maxsize=4096)
+def _usable(addresses: tuple[str, ...], private: bool) -> list[str]:
+    """The same few answers come again and again, and what is said of an address never changes."""
+    return vet.usable(addresses, private)
 
 
 def _private(name: str, address: str) -> str:

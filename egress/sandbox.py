@@ -19,7 +19,7 @@ NAMES_BYTES: Final = 2 << 20  # 4,096 lines of the longest name, and some
 
 
 class Connection:
-    __slots__ = ("ask", "counted", "flow", "held", "opening", "pair", "port", "private", "rule", "sandbox")
+    __slots__ = ("ask", "counted", "decider", "flow", "held", "opening", "pair", "port", "private", "rule", "sandbox")
 
     def __init__(self, pair: int, sandbox: Sandbox, port: int, told: flow.Flow) -> None:
         self.pair, self.sandbox, self.port, self.flow = pair, sandbox, port, told
@@ -28,6 +28,7 @@ class Connection:
         self.rule = ""
         self.opening: flow.Open | None = None  # its addresses are being looked up
         self.held: list[flow.Command] = []  # what comes after it
+        self.decider = sandbox.decider  # that allowed it
         self.counted: tuple[str, int] | None = None  # in the ledger, since it was open
 
 
