@@ -125,7 +125,11 @@ class Daemon:
 
     def leftovers(self) -> list[str]:
         """Processes that carry this daemon's mark, its namespaces, and what is left below `sandboxes/`."""
-        marked = self._marked(f"/sandboxd/{instance(self.state)}/".encode())
+        mark = f"/sandboxd/{instance(self.state)}/".encode()
+        marked = self._marked(mark)
+        if self.process is not None and self.process.poll() is None:
+            # Egress and the resolver belong to a daemon that runs.
+            marked = {pid: command for pid, command in marked.items() if mark + b"egress/" not in command}
         found = [f"process {pid}: {command[:200]!r}" for pid, command in marked.items()]
         prefix = f"sbx-{instance(self.state)}-"
         with suppress(FileNotFoundError):
