@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from egress.policy import normal
 from tests.egress.rig import (
     ANYWHERE,
     Rig,
@@ -23,16 +24,19 @@ from tests.egress.rig import (
     said,
     secure,
     settle,
+    until,
 )
 from tests.world import world as places
 from tests.world.hello import hello, padded, record, records
 from tests.world.origin import quiet
 
-ALLOWED = ("allowed.test", "second.test", "*.wild.test", "lan.test", "rebound.test", "both.test", "deaf.test")
+BOOKS = normal("bücher.test")
+ALLOWED = ("allowed.test", "second.test", "*.wild.test", "lan.test", "rebound.test", "both.test", "deaf.test", BOOKS)
 
 
 @pytest.fixture(scope="module")
 def sandbox(rig: Rig) -> Iterator[Sandbox]:
+    rig.world.names.set(BOOKS, places.PUBLIC)
     made = rig.sandbox(policy(*ALLOWED))
     yield made
     made.close()
@@ -46,6 +50,13 @@ def test_a_client_gets_the_origin_and_its_bytes(rig: Rig, sandbox: Sandbox) -> N
             answer += stream.recv(65536)
         assert answer.endswith(b"x" * 1000)
     assert [(visit.sni, visit.line) for visit in seen.visits] == [("allowed.test", "GET /bytes/100000")]
+
+
+def test_what_is_asked_for_inside_tls_is_not_seen(rig: Rig, sandbox: Sandbox) -> None:
+    """Not a promise that is kept, but one that is not made: the name of the connection is allowed, its bytes pass."""
+    with secure(sandbox, "allowed.test") as stream:
+        stream.sendall(b"GET / HTTP/1.1\r\nHost: other.test\r\n\r\n")
+        until(stream, b"hello from other.test")
 
 
 def pieces(data: bytes, size: int) -> list[bytes]:
@@ -63,6 +74,7 @@ def pieces(data: bytes, size: int) -> list[bytes]:
         pytest.param([hello("ALLOWED.Test")], 0.0, id="in capitals"),
         pytest.param([hello("allowed.test.")], 0.0, id="with a dot at its end"),
         pytest.param([hello("www.wild.test")], 0.0, id="below a wildcard"),
+        pytest.param([hello("xn--bcher-kva.test")], 0.0, id="an international name as it stands on the wire"),
     ],
 )
 def test_an_allowed_hello_passes(sandbox: Sandbox, data: list[bytes], pause_s: float) -> None:
@@ -94,6 +106,7 @@ def test_an_allowed_hello_passes(sandbox: Sandbox, data: list[bytes], pause_s: f
         pytest.param(hello("a" * 300), "", id="three hundred letters"),
         pytest.param(hello("бücher.test".encode()), "", id="raw UTF-8"),
         pytest.param(hello("allowed.test%00"), "", id="a percent sign"),
+        pytest.param(hello(normal("b\u00fc\u0441her.test")), "not-listed", id="an international name that looks alike"),
     ],
 )
 def test_any_other_hello_is_refused_at_once_and_nothing_is_dialled(

@@ -318,6 +318,18 @@ def test_policies_that_change_under_traffic_let_nothing_through_that_both_forbid
     assert {query.name for query in seen.queries} <= {"allowed.test", "second.test"}
 
 
+def test_rules_that_an_administrator_flushes_lead_to_no_other_way(rig: Rig, sandbox: Sandbox) -> None:
+    sandbox.gate.run("nft", "flush", "ruleset")
+    with rig.world.uplink() as uplink:
+        assert said(sandbox, ALLOWED, 3128, "172.16.0.1") == b""
+        for where in (ANYWHERE, places.PUBLIC):
+            with pytest.raises(OSError):  # refused, unreachable or silent: all of them will do
+                sandbox.dial(where, 443, 1.0)
+    assert uplink.outgoing(port=443) == []
+    event = rig.wait_event(lambda event: event.sandbox == sandbox.id and event.rule == "not-redirected")
+    assert "proxy itself" in event.why
+
+
 # Bytes
 
 
