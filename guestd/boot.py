@@ -36,6 +36,9 @@ STATE: Final = "/run/guestd.json"
 CGROUPS: Final = "/sys/fs/cgroup"
 CGROUP: Final = f"{CGROUPS}/sandbox"
 
+_AUTHORITIES: Final = "/usr/local/share/ca-certificates/"
+_TRUST: Final = "/etc/ssl/certs/ca-certificates.crt"
+
 _IMAGE_DRIVE: Final = "/dev/vdb"
 _SCRATCH_DRIVE: Final = "/dev/vdc"
 _IMAGE: Final = "/run/image"
@@ -169,12 +172,20 @@ def _identify(hostname: str, machine_id: str) -> None:
 
 
 def _write_files(given: Sequence[Mapping[str, Any]]) -> None:
-    """What the host wants in the sandbox, root's own, beneath its root whatever links the image has."""
+    """What the host wants in the sandbox, root's own, beneath its root whatever links the image has.
+
+    Certificates for the image's list are added to it: update-ca-certificates(8) would take seconds.
+    """
     root_fd = os.open(_ROOT, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        trusted = b""
         for file in given:
             data = binascii.a2b_base64(file["data"])
             files.replace(root_fd, file["path"], data, file["mode"], keep_mode=False)
+            if file["path"].startswith(_AUTHORITIES) and file["path"].endswith(".crt"):
+                trusted += data.rstrip(b"\n") + b"\n"
+        if trusted:
+            files.replace(root_fd, _TRUST, files.content(root_fd, _TRUST) + trusted)
     finally:
         os.close(root_fd)
 

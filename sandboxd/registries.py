@@ -1,9 +1,10 @@
 """Which package registries this host uses: their names, and the settings that make a guest use the same ones.
 
-In: apt's sources as `assets.apt` read them, pip's and npm's configuration files and variables, and what the two
-programs themselves say where nothing is configured. Out: names in normal form, and files for the guest. No registry's
-name stands in this source. User names, passwords and tokens are dropped, and so is what is no http or https address
-of a host name. A configuration that cannot be read gives nothing and stops nothing.
+In: apt's sources as `assets.apt` read them, pip's and npm's configuration files and variables, what the two programs
+themselves say where nothing is configured, and the certificates an administrator added to this host's. Out: names in
+normal form, and files for the guest. No registry's name stands in this source. User names, passwords and tokens are
+dropped, and so is what is no http or https address of a host name. A configuration that cannot be read gives nothing
+and stops nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ APT_SOURCES = "/etc/apt/sources.list"
 PIP_CONF = "/etc/pip.conf"
 NPMRC = "/usr/local/lib/node_modules/npm/npmrc"
 """npm's own file: it is read whatever the prefix is, and every other one wins over it."""
+AUTHORITIES = "usr/local/share/ca-certificates"
+"""Where an administrator of Debian puts certificates to be trusted (update-ca-certificates(8))."""
+TRUST = "/etc/ssl/certs/ca-certificates.crt"
+MAX_AUTHORITIES = 16
+MAX_AUTHORITIES_BYTES = 128 << 10
 ASK_S = 10.0
 _PIP_ASK = "from pip._internal.models.index import PyPI; print(PyPI.simple_url, PyPI.file_storage_domain)"
 _PIP_KEYS = ("index-url", "extra-index-url")
@@ -52,20 +58,43 @@ def read(apt: Iterable[tuple[str, str]], environment: Mapping[str, str], root: P
         files[APT_SOURCES] = "".join(f"deb {address} {suite} main\n" for address, suite in sources).encode()
     names.update(_host(address) for address, _ in sources)
 
+    trusted = authorities(root)
+    files.update(trusted)
     pip = pip_settings(_pip_texts(root, home, environment), environment)
-    if pip:
-        files[PIP_CONF] = _pip_conf(pip).encode()
+    if pip or trusted:
+        files[PIP_CONF] = _pip_conf(pip, TRUST if trusted else "").encode()
     if "index-url" not in pip:
         names.update(_pip_default())
     names.update(_host(address) for addresses in pip.values() for address in addresses)
 
     npm = npm_settings(_npm_texts(root, home, environment), environment)
-    if npm:
-        files[NPMRC] = "".join(f"{key}={address}\n" for key, address in sorted(npm.items())).encode()
+    if npm or trusted:
+        settings = {**npm, **({"cafile": TRUST} if trusted else {})}
+        files[NPMRC] = "".join(f"{key}={value}\n" for key, value in sorted(settings.items())).encode()
     if "registry" not in npm and (address := _npm_default()):
         names.add(_host(address))
     names.update(_host(address) for address in npm.values())
     return Registries(tuple(sorted(names)), files)
+
+
+def authorities(root: Path = Path("/")) -> dict[str, bytes]:
+    """The certificates this host was told to trust beyond Debian's: a guest that goes to the same registries meets
+    the same certificates. guestd adds what lies in this place to the guest's list."""
+    found: dict[str, bytes] = {}
+    left = MAX_AUTHORITIES_BYTES
+    for path in sorted((root / AUTHORITIES).rglob("*.crt")):
+        try:
+            data = path.read_bytes() if path.is_file() else b""
+        except OSError:
+            continue
+        if b"-----BEGIN CERTIFICATE-----" not in data or b"PRIVATE KEY" in data:
+            continue
+        left -= len(data)
+        if left < 0 or len(found) == MAX_AUTHORITIES:
+            log.warning("not all of /%s goes to the guests: there is too much in it", AUTHORITIES)
+            break
+        found[f"/{AUTHORITIES}/host-{len(found)}.crt"] = data
+    return found
 
 
 def plain(url: str) -> str:
@@ -143,8 +172,8 @@ def _texts(paths: Iterable[Path]) -> list[str]:
     return found
 
 
-def _pip_conf(settings: Mapping[str, list[str]]) -> str:
-    lines = ["[global]"]
+def _pip_conf(settings: Mapping[str, list[str]], trust: str) -> str:
+    lines = ["[global]", *([f"cert = {trust}"] if trust else [])]
     for key, addresses in sorted(settings.items()):
         lines.append(f"{key} = " + "\n    ".join(addresses))
     insecure = sorted({_host(one) for addresses in settings.values() for one in addresses if one.startswith("http:")})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxd.registries import APT_SOURCES, NPMRC, PIP_CONF, npm_settings, pip_settings, plain, read
+from sandboxd.registries import APT_SOURCES, NPMRC, PIP_CONF, authorities, npm_settings, pip_settings, plain, read
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,21 @@ def test_a_host_that_configures_nothing_uses_what_its_programs_do(tmp_path: Path
     assert len(found.names) >= 2
     for source in Path(__file__).resolve().parents[2].joinpath("sandboxd").rglob("*.py"):
         assert not any(name in source.read_text() for name in found.names), source
+
+
+def test_certificates_an_administrator_added_go_along_and_keys_do_not(tmp_path: Path) -> None:
+    place = tmp_path / "usr/local/share/ca-certificates"
+    (place / "corp").mkdir(parents=True)
+    certificate = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+    (place / "a.crt").write_bytes(certificate)
+    (place / "corp/b.crt").write_bytes(certificate * 2)
+    (place / "c.crt").write_bytes(certificate + b"-----BEGIN PRIVATE KEY-----\nCANARY\n")
+    (place / "d.crt").write_bytes(b"no certificate")
+    (place / "e.pem").write_bytes(certificate)
+    (place / "f.crt").write_bytes(certificate * 10_000)
+    found = authorities(tmp_path)
+    assert list(found.values()) == [certificate, certificate * 2]
+    assert all(path.startswith("/usr/local/share/ca-certificates/host-") for path in found)
+    given = read([], {"PIP_INDEX_URL": "https://m.test/"}, tmp_path).files
+    assert b"cert = /etc/ssl/certs/ca-certificates.crt\n" in given[PIP_CONF]
+    assert b"cafile=/etc/ssl/certs/ca-certificates.crt\n" in given[NPMRC]
