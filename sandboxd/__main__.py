@@ -223,8 +223,9 @@ async def _serve(
                 await server.stop()
                 if settings.end_sandboxes:
                     await service.end_all()
-                    if egress is not None:
-                        await egress.end()
+                # Its processes outlive us for the sandboxes that do.
+                if egress is not None and not networks.in_use:
+                    await egress.end()
                 tasks.cancel_scope.cancel()
 
 

@@ -52,6 +52,10 @@ class Networks:
         self._egress, self._policy, self._events = egress, policy, events
         self._linked: set[str] = set()
 
+    @property
+    def in_use(self) -> bool:
+        return bool(self._linked)
+
     def require(self, network: Network) -> None:
         """Whatever the policy says: what nobody here would enforce is not promised."""
         if network.mode != "none" and self._egress is None:
