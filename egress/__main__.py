@@ -62,7 +62,8 @@ class Egress:
     def serve(self) -> None:
         ticked = 0.0
         while not self._ended:
-            self._loop.turn(_TICK_S)
+            self._loop.turn(0 if self._proxy.busy else _TICK_S)
+            self._proxy.work()
             now = time.monotonic()
             if now - ticked >= _TICK_S:
                 ticked = now

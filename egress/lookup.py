@@ -15,12 +15,15 @@ from typing import Final, Protocol
 
 IN_FLIGHT: Final = 16  # names of one sandbox at the resolver at a time: a quarter of its threads
 WAITING: Final = 1024  # names of one sandbox that wait for their turn
+WAITERS: Final = 2048  # of one name
 DEADLINE_S: Final = 10.0
 ANSWER_BYTES: Final = 2048  # sixteen addresses are 16 x 46
 TIMED_OUT: Final = "timeout"
 
 
 class Waiter(Protocol):
+    """Told once, unless it is dropped before."""
+
     def __call__(self, addresses: list[str], reason: str) -> None: ...
 
 
@@ -29,7 +32,7 @@ class _Asked:
 
     def __init__(self, id: int, name: str, by: Share, at: float, waiter: Waiter) -> None:
         self.id, self.name, self.by, self.at = id, name, by, at
-        self.waiters = [waiter]
+        self.waiters = {waiter: None}  # in order, and quick to leave
         self.turn = False  # it counts in its share
         self.sent = False
 
@@ -58,10 +61,12 @@ class Lookups:
         self._next = 1
 
     def want(self, share: Share, name: str, waiter: Waiter, now: float) -> bool:
-        """False where this sandbox has too many names waiting already. Nothing is sent before `flush`."""
+        """False where this sandbox has too much waiting already. Nothing is sent before `flush`."""
         asked = share.asked.get(name)
         if asked is not None:
-            asked.waiters.append(waiter)
+            if len(asked.waiters) >= WAITERS:
+                return False
+            asked.waiters[waiter] = None
             return True
         if len(share.waiting) >= WAITING:
             return False
@@ -70,6 +75,11 @@ class Lookups:
         share.waiting.append(asked)
         self._turn(share)
         return True
+
+    def drop(self, share: Share, name: str, waiter: Waiter) -> None:
+        """This one does not wait any more."""
+        if (asked := share.asked.get(name)) is not None:
+            asked.waiters.pop(waiter, None)
 
     def flush(self) -> None:
         """Sends what is to be sent, as far as the resolver takes it."""

@@ -27,11 +27,16 @@ from egress.loop import Loop
 from egress.policy import Allow, Ask, By, Deny, Policy
 from egress.questions import Questions
 from egress.sandbox import Connection, Sandbox
+from egress.turns import Turns
 from native import relay as data_path
 from native.relay import Accepted, Closed, Data, Ended, Failed, Limits, Opened, Reason, Refused, Relay
 
 ADDRESSES: Final = 16  # tried for one connection
+EVENTS: Final = 256  # handled between two looks at the other descriptors
+MOST_TAKEN: Final = 256  # events the relay gives at a time
+TAKES: Final = 16
 LEAVING_S: Final = 2.0
+EARLY_BYTES: Final = 16 << 20  # of one sandbox, on connections without a decision
 
 _WAY: Final = (data_path.Direction.UP, data_path.Direction.DOWN)
 _FLOW_WAY: Final = (flow.Direction.UP, flow.Direction.DOWN)
@@ -46,6 +51,8 @@ class Proxy:
         self._sandboxes: dict[str, Sandbox] = {}
         self._by_number: dict[int, Sandbox] = {}
         self._connections: dict[int, Connection] = {}
+        self._turns: Turns[data_path.Event] = Turns()
+        self._whose: dict[int, int] = {}  # the sandbox of each pair whose Accepted was taken and whose Closed was not
         self._questions = Questions(lookups, ledger)
         self._next = 1
         self._now = time.monotonic()
@@ -130,11 +137,40 @@ class Proxy:
 
     # The relay's events
 
+    @property
+    def busy(self) -> bool:
+        return bool(self._turns)
+
     def relay_ready(self) -> None:
-        """One batch. The descriptor stays readable while there is more."""
+        """Takes what there is and puts it in order; `work` does it."""
+        whose, add = self._whose, self._turns.add
+        for _ in range(TAKES):
+            events = self._relay.take()
+            for event in events:
+                if isinstance(event, Accepted):
+                    whose[event.pair] = event.sandbox
+                    add(event.sandbox, event)
+                elif isinstance(event, Closed):
+                    whose.pop(event.pair, None)
+                    add(event.sandbox, event)
+                elif isinstance(event, Refused):
+                    add(event.sandbox, event)
+                else:
+                    add(whose.get(event.pair, 0), event)
+            if len(events) < MOST_TAKEN:
+                break
+
+    def work(self) -> None:
+        """A bounded number of events, each sandbox's by turns."""
+        turns = self._turns
+        if not turns:
+            return
         self._now, self._at = time.monotonic(), time.time()
         connections = self._connections
-        for event in self._relay.take():
+        for _ in range(EVENTS):
+            if not turns:
+                break
+            event = turns.next()
             try:
                 if isinstance(event, Accepted):
                     self._accepted(event)
@@ -145,6 +181,8 @@ class Proxy:
                 elif (connection := connections.get(event.pair)) is None:
                     continue
                 elif isinstance(event, Data):
+                    if connection.ask is None and self._is_too_early(connection, len(event.data)):
+                        continue
                     self._apply(connection, connection.flow.data(_FLOW_WAY[event.direction], event.data))
                 elif isinstance(event, Opened):
                     self._opened(connection, event)
@@ -181,7 +219,11 @@ class Proxy:
             return
         sandbox = connection.sandbox
         del sandbox.connections[event.pair]
-        connection.opening = None
+        sandbox.early -= connection.early
+        if connection.opening is not None and connection.found is not None:
+            # Nothing that was held for a connection outlives it, however long its name takes.
+            self._lookups.drop(sandbox.share, connection.opening.name, connection.found)
+        connection.opening = connection.found = None
         if connection.counted is not None:
             self._ledger.closed(sandbox.id, *connection.counted, event.up_bytes, event.down_bytes, self._at)
         elif event.reason is Reason.DEADLINE and connection.ask is None:
@@ -199,6 +241,18 @@ class Proxy:
         if sandbox is not None:
             why = "The sandbox has as many connections open as it may; further ones are refused."
             self._ledger.denied(sandbox.id, "", 0, "too-many-connections", "", why, self._at, event.count)
+
+    def _is_too_early(self, connection: Connection, size: int) -> bool:
+        """Ends the connection where its sandbox holds too much memory for connections nobody has decided about."""
+        sandbox = connection.sandbox
+        connection.early += size
+        sandbox.early += size
+        if sandbox.early <= EARLY_BYTES:
+            return False
+        why = "The sandbox has more bytes waiting on undecided connections than it may."
+        self._ledger.denied(sandbox.id, "", connection.port, "too-many-connections", "", why, self._at)
+        self._cut(connection)
+        return True
 
     def _opened(self, connection: Connection, event: Opened) -> None:
         ask, sandbox = connection.ask, connection.sandbox
@@ -248,22 +302,17 @@ class Proxy:
         connection.opening = connection.ask = None
         self._relay.close(connection.pair, True)
 
-    def _refuse(self, connection: Connection, command: flow.Command) -> None:
-        assert isinstance(command, flow.Refuse)
-        connection.opening = None
-        id = self._count(connection.sandbox, command.ask, command.deny)
-        self._apply(connection, connection.flow.refused(id))
-
     def _open(self, connection: Connection, command: flow.Open) -> None:
         connection.opening, connection.held, connection.decider = command, [], connection.sandbox.decider
         if not command.name:
             self._found(connection, command, [command.address], "")
             return
-        found = partial(self._found, connection, command)
+        found = connection.found = partial(self._found, connection, command)
         if not self._lookups.want(connection.sandbox.share, command.name, found, self._now):
             found([], "too many look-ups at once")
 
     def _found(self, connection: Connection, command: flow.Open, addresses: list[str], reason: str) -> None:
+        connection.found = None
         if connection.opening is command:
             try:
                 self._dial(connection, command, addresses, reason)
@@ -288,6 +337,8 @@ class Proxy:
             self._fail(connection, ask, "private-address", _private(name, addresses[0]))
             return
         connection.ask, connection.rule, connection.private = ask, verdict.rule, verdict.private
+        sandbox.early -= connection.early
+        connection.early = 0
         port = command.port
         self._relay.open(connection.pair, [(text, port) for text in good], command.first, command.up, command.down)
         self._let_go(connection)
@@ -314,9 +365,11 @@ class Proxy:
         return sandbox
 
     def _gone(self, sandbox: Sandbox) -> None:
-        del self._sandboxes[sandbox.id], self._by_number[sandbox.number]
-        if sandbox.gone is not None:
-            sandbox.gone()
+        if self._by_number.pop(sandbox.number, None) is not None:
+            del self._sandboxes[sandbox.id]
+            self._turns.forget(sandbox.number)
+            if sandbox.gone is not None:
+                sandbox.gone()
 
     def _fault(self, pair: int, fault: Exception) -> None:
         """A guest's bytes brought us here: its connection ends, and one line says where to look."""

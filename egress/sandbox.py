@@ -11,7 +11,7 @@ from typing import Final
 
 from egress import flow
 from egress.answer import Answers
-from egress.lookup import Share
+from egress.lookup import Share, Waiter
 from egress.names import Names
 from egress.policy import Allow, Ask, Decider, Deny, Mode, Policy
 
@@ -19,7 +19,10 @@ NAMES_BYTES: Final = 2 << 20  # 4,096 lines of the longest name, and some
 
 
 class Connection:
-    __slots__ = ("ask", "counted", "decider", "flow", "held", "opening", "pair", "port", "private", "rule", "sandbox")
+    __slots__ = (
+        "ask", "counted", "decider", "early", "flow", "found", "held", "opening", "pair", "port", "private", "rule",
+        "sandbox",
+    )  # fmt: skip
 
     def __init__(self, pair: int, sandbox: Sandbox, port: int, told: flow.Flow) -> None:
         self.pair, self.sandbox, self.port, self.flow = pair, sandbox, port, told
@@ -28,14 +31,16 @@ class Connection:
         self.rule = ""
         self.opening: flow.Open | None = None  # its addresses are being looked up
         self.held: list[flow.Command] = []  # what comes after it
+        self.found: Waiter | None = None  # who waits for them
         self.decider = sandbox.decider  # that allowed it
+        self.early = 0  # bytes that came before there was a decision
         self.counted: tuple[str, int] | None = None  # in the ledger, since it was open
 
 
 class Sandbox:
     __slots__ = (
-        "_names_fd", "_unwritten", "answers", "connections", "decide", "decider", "gone", "id", "leaving_at", "names",
-        "number", "open", "share",
+        "_names_fd", "_unwritten", "answers", "connections", "decide", "decider", "early", "gone", "id", "leaving_at",
+        "names", "number", "open", "share",
     )  # fmt: skip
 
     def __init__(self, id: str, number: int, policy: Policy, names_fd: int) -> None:
@@ -45,6 +50,7 @@ class Sandbox:
         self.answers: Answers | None = None
         self.names = Names(_whole(names_fd))
         self._unwritten = b""
+        self.early = 0  # of all its connections
         self.leaving_at: float | None = None
         self.gone: Callable[[], None] | None = None
         self.decide: Callable[[Ask], Allow | Deny] = self._decide

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import struct
 import time
 from collections.abc import Callable
@@ -135,6 +136,8 @@ class Service:
                 case "add":
                     limits = Limits(**_limits(body.get("limits", {})))
                     policy = Policy.from_json(body.get("policy"))
+                    if not all(stat.S_ISSOCK(os.fstat(fd).st_mode) for fd in fds[:3]):
+                        raise ValueError("not the descriptors that belong to it")
                     taken, fds = fds, []
                     self._proxy.add(_id(body), policy, limits, taken)
                     answer({})

@@ -111,6 +111,29 @@ def test_too_many_waiting_names_are_turned_away(rig: Rig) -> None:
     assert rig.want(share, "n5.test") and rig.want(Share(), "one-more.test")
 
 
+def test_who_has_gone_is_not_told_and_not_kept(rig: Rig) -> None:
+    share = Share()
+    told: list[str] = []
+
+    def gone(addresses: list[str], reason: str) -> None:
+        told.append(reason)
+
+    assert rig.lookups.want(share, "allowed.test", gone, 0.0)
+    assert rig.want(share, "allowed.test")
+    rig.lookups.drop(share, "allowed.test", gone)
+    rig.lookups.drop(share, "never.test", gone)
+    rig.lookups.flush()
+    rig.resolver.send(rig.asked()[0][0] + b" ok 192.0.2.1")
+    rig.lookups.ready()
+    assert told == [] and len(rig.heard) == 1
+
+
+def test_a_name_has_only_so_many_waiting(rig: Rig) -> None:
+    share = Share()
+    assert all(rig.want(share, "allowed.test") for _ in range(lookup.WAITERS))
+    assert not rig.want(share, "allowed.test")
+
+
 def test_a_full_socket_is_said_and_nothing_is_lost(rig: Rig) -> None:
     shares = [Share() for _ in range(100)]
     wanted = [f"n{number}.test" for number in range(len(shares) * 10)]

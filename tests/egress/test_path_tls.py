@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
+import statistics
+import threading
 import time
 from collections.abc import Iterator
 
@@ -183,6 +186,66 @@ def test_hellos_that_never_end_cost_no_memory(rig: Rig, sandbox: Sandbox) -> Non
     assert memory_kb(rig.egress) - before < 20_000
     assert rig.log.count("Traceback") == 0
     assert passed(said(sandbox, hello("allowed.test")))
+
+
+def test_undecided_bytes_of_a_sandbox_are_bounded(rig: Rig, sandbox: Sandbox) -> None:
+    hog = rig.sandbox(policy("allowed.test"))
+    before = memory_kb(rig.egress)
+    held: list[socket.socket] = []
+    unfinished = padded("allowed.test", 60_000)[:-1]
+    try:
+        for _ in range(400):
+            held.append(hog.dial(ANYWHERE, 443))
+            with contextlib.suppress(OSError):
+                held[-1].sendall(unfinished)
+        event = rig.wait_event(lambda event: event.sandbox == hog.id and event.rule == "too-many-connections")
+        assert "undecided" in event.why
+        assert memory_kb(rig.egress) - before < 80_000
+        assert passed(said(sandbox, HELLO))
+    finally:
+        for stream in held:
+            stream.close()
+        hog.close()
+
+
+def test_one_sandbox_that_keeps_the_proxy_busy_does_not_hold_up_another(rig: Rig, sandbox: Sandbox) -> None:
+    def spans() -> float:
+        found = []
+        for _ in range(15):
+            begun = time.monotonic()
+            with sandbox.dial(ANYWHERE, 443) as stream:
+                stream.sendall(HELLO)
+                assert heard(stream, 6)
+            found.append(time.monotonic() - begun)
+        return statistics.median(found)
+
+    spans()
+    alone = spans()
+    hog = rig.sandbox(policy("allowed.test"))
+    ending = threading.Event()
+
+    def knock() -> None:
+        while not ending.is_set():
+            with contextlib.suppress(OSError):
+                streams = [hog.dial(ANYWHERE, 443, 2.0) for _ in range(20)]
+                for stream in streams:
+                    stream.sendall(REFUSED)
+                for stream in streams:
+                    stream.close()
+
+    knocking = threading.Thread(target=knock)
+    knocking.start()
+    try:
+        crowded = spans()
+    finally:
+        ending.set()
+        knocking.join()
+        hog.close()
+    # This process makes the noise with the same interpreter that measures, hence the room.
+    assert crowded < 4 * alone + 0.05
+
+
+REFUSED = hello("other.test")
 
 
 def test_a_name_on_the_wire_decides_and_not_what_was_dialled(rig: Rig, sandbox: Sandbox) -> None:
