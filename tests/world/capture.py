@@ -7,6 +7,7 @@ import ipaddress
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,8 +19,10 @@ KEPT = 200_000      # packets, after which only their number is kept
 
 
 class Packet(NamedTuple):
-    """A packet seen. `port` is the destination's; 0 where the protocol has none or it is not the first fragment."""
+    """A packet seen, and when by the monotonic clock. `port` is the destination's; 0 where the protocol has none or it
+    is not the first fragment."""
 
+    at: float
     outgoing: bool
     protocol: str
     source: str
@@ -51,9 +54,11 @@ class Capture:
         self._socket.close()
 
     def outgoing(self, target: str | None = None, port: int | None = None) -> list[Packet]:
+        """What went out, without the wire's own upkeep (who has which address)."""
         return [
             packet for packet in list(self.packets)
             if packet.outgoing and target in (None, packet.target) and port in (None, packet.port)
+            and packet.protocol not in ("arp", "icmp6")
         ]  # fmt: skip
 
     def _read(self) -> None:
@@ -73,7 +78,8 @@ class Capture:
 
 
 def read(frame: bytes, outgoing: bool) -> Packet:
-    """The facts of one Ethernet frame."""
+    """The facts of one Ethernet frame, seen now."""
+    now = time.monotonic()
     kind = int.from_bytes(frame[12:14], "big")
     body = frame[14:]
     with contextlib.suppress(struct.error, IndexError, ValueError):
@@ -81,14 +87,14 @@ def read(frame: bytes, outgoing: bool) -> Packet:
             fragment = int.from_bytes(body[6:8], "big") & 0x1FFF
             at = (body[0] & 15) * 4
             source, target = (str(ipaddress.IPv4Address(body[i : i + 4])) for i in (12, 16))
-            return Packet(outgoing, _name(body[9]), source, target, 0 if fragment else _port(body[9], body[at:]))
+            return Packet(now, outgoing, _name(body[9]), source, target, 0 if fragment else _port(body[9], body[at:]))
         if kind == ETH_P_IPV6:
             source, target = (str(ipaddress.IPv6Address(body[i : i + 16])) for i in (8, 24))
-            return Packet(outgoing, _name(body[6]), source, target, _port(body[6], body[40:]))
+            return Packet(now, outgoing, _name(body[6]), source, target, _port(body[6], body[40:]))
         if kind == ETH_P_ARP:
             source, target = (str(ipaddress.IPv4Address(body[i : i + 4])) for i in (14, 24))
-            return Packet(outgoing, "arp", source, target, 0)
-    return Packet(outgoing, f"ether-{kind:04x}", "", "", 0)
+            return Packet(now, outgoing, "arp", source, target, 0)
+    return Packet(now, outgoing, f"ether-{kind:04x}", "", "", 0)
 
 
 def _open(interface: str) -> socket.socket:

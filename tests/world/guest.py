@@ -60,7 +60,8 @@ class Guest:
 
     def ask(self, *asks: Mapping[str, object], timeout_s: float = 120) -> list[Told]:
         """The actions one after another, by one process in the guest."""
-        done = self.run("python3", f"{HOME}/probe.py", json.dumps(asks), timeout_s=timeout_s)
+        probe = ["python3", f"{HOME}/probe.py"]
+        done = self.daemon.client.run(self.id, probe, stdin=json.dumps(asks).encode(), timeout_secs=timeout_s)
         assert done.exit_code == 0, done.stderr.decode(errors="replace")
         return told(done.stdout)
 

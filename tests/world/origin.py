@@ -132,7 +132,7 @@ class Origin:
             reply.add_auth(RR(query.q.qname, QTYPE.SOA, ttl=0, rdata=SOA(times=(0, 0, 0, 0, 0))))
         for each in addresses or []:
             if ":" in each and kind == "AAAA":
-                reply.add_answer(RR(query.q.qname, QTYPE.AAAA, ttl=0, rdata=AAAA(each)))
+                reply.add_answer(RR(query.q.qname, QTYPE.AAAA, ttl=0, rdata=AAAA(tuple(socket.inet_pton(socket.AF_INET6, each)))))
             elif ":" not in each and kind == "A":
                 reply.add_answer(RR(query.q.qname, QTYPE.A, ttl=0, rdata=A(each)))
         return bytes(reply.pack())
@@ -164,6 +164,8 @@ class Origin:
                     stream.sendall(f"HTTP/1.1 {status} -\r\n{head}\r\n".encode())
                     if request.method != "HEAD":
                         stream.sendall(body)
+                    if request.headers.get("connection", "").lower() == "close":
+                        return
 
     # Sinks
 

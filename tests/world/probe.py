@@ -1,4 +1,4 @@
-"""Runs inside a guest: one network action, told in JSON as the argument, its outcome as JSON on standard output.
+"""Runs inside a guest: network actions, told in JSON as the argument or on standard input, their outcomes as JSON.
 
 Standard library only, and nothing of this project: it is copied into the guest as it is. Times are in milliseconds.
 An outcome has `end`: `data` (something came), `reset`, `eof`, `timeout`, or the name of the errno; and what came.
@@ -185,5 +185,5 @@ def _told(end: str, started: float, came: bytes, **more: object) -> dict[str, An
 VERBS = {each.__name__: each for each in (stream, datagram, ping, resolve, many, insist, interfaces)}
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
+    asked = json.loads(sys.argv[1] if len(sys.argv) > 1 else sys.stdin.read())
     print(json.dumps([VERBS[each["do"]](each) for each in asked]))
