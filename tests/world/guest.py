@@ -114,12 +114,12 @@ def told(output: bytes) -> list[Told]:
 
 def stream(to: str, port: int, *pieces: bytes | str, **more: object) -> dict[str, object]:
     """Connect and send; a text is what must have come before the next piece."""
-    encoded = [{"after": piece} if isinstance(piece, str) else _text(piece) for piece in pieces]
-    return {"do": "stream", "to": [to, port], "pieces": encoded} | more
+    said = [{"after": piece} if isinstance(piece, str) else encoded(piece) for piece in pieces]
+    return {"do": "stream", "to": [to, port], "pieces": said} | more
 
 
 def datagram(to: str, port: int, data: bytes) -> dict[str, object]:
-    return {"do": "datagram", "to": [to, port], "data": _text(data)}
+    return {"do": "datagram", "to": [to, port], "data": encoded(data)}
 
 
 def get(host: str, path: str = "/", *, close: bool = True) -> bytes:
@@ -127,5 +127,6 @@ def get(host: str, path: str = "/", *, close: bool = True) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{'Connection: close' if close else 'X: y'}\r\n\r\n".encode()
 
 
-def _text(data: bytes) -> str:
+def encoded(data: bytes) -> str:
+    """Bytes as `probe.py` takes them."""
     return base64.b64encode(data).decode()

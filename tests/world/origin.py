@@ -132,7 +132,8 @@ class Origin:
             reply.add_auth(RR(query.q.qname, QTYPE.SOA, ttl=0, rdata=SOA(times=(0, 0, 0, 0, 0))))
         for each in addresses or []:
             if ":" in each and kind == "AAAA":
-                reply.add_answer(RR(query.q.qname, QTYPE.AAAA, ttl=0, rdata=AAAA(tuple(socket.inet_pton(socket.AF_INET6, each)))))
+                number = tuple(socket.inet_pton(socket.AF_INET6, each))     # dnslib reads no mapped address
+                reply.add_answer(RR(query.q.qname, QTYPE.AAAA, ttl=0, rdata=AAAA(number)))
             elif ":" not in each and kind == "A":
                 reply.add_answer(RR(query.q.qname, QTYPE.A, ttl=0, rdata=A(each)))
         return bytes(reply.pack())
