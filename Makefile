@@ -56,6 +56,7 @@ bench-check: setup assets ## compare the figures of `make bench` with the floors
 	$(PY) bench/check.py $(if $(SHORT),--factor 2)
 
 soak: setup apt-test sanitizers assets ## the tests with large counts; prints its seed
+	RELAY_LIVES=20000 $(MAKE) -s -C native test
 	SOAK=1 $(PY) -m pytest -q -n 2 --dist worksteal --timeout 3600
 
 fuzz: setup apt-test ## fuzz what reads a guest's bytes, SECONDS each (default 60)
@@ -89,7 +90,7 @@ apt:
 apt-test: apt
 	$(call apt_install,$(APT_TEST))
 
-$(VENV)/ready: requirements.lock pyproject.toml setup.py native/build.py native/native.h $(wildcard native/*.c) | apt
+$(VENV)/ready: requirements.lock pyproject.toml setup.py native/build.py $(wildcard native/*.h native/*.c) | apt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --disable-pip-version-check --require-hashes -r requirements.lock
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation --config-settings editable_mode=compat -e .

@@ -110,8 +110,9 @@ def main(arguments: list[str]) -> int:
     resource.setrlimit(resource.RLIMIT_FSIZE, (_LOG_BYTES, _LOG_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=CONTROL_FD)
-    # The file that leads here, not the socket: its link count says whether it still does.
-    path_fd = os.open(control.getsockname(), os.O_PATH | os.O_CLOEXEC)
+    # The file that leads here, not the socket: its link count says whether it still does. Not by the socket's own
+    # word, since a long path is bound through /proc.
+    path_fd = os.open(os.path.join(os.path.dirname(root), "control.sock"), os.O_PATH | os.O_CLOEXEC)
     local = Local()
     uids = frozenset((0, os.getuid()))
     confine.egress(int(uid), [CONTROL_FD, RESOLVER_FD, path_fd, local.fileno()], root)

@@ -202,7 +202,7 @@ class Proxy:
         port = event.port
         name = sandbox.names.name(event.address) or ""
         told = flow.Flow(flow.Destination(event.address, port, name), sandbox.decide, sandbox.open)
-        connection = Connection(event.pair, sandbox, port, told)
+        connection = Connection(event.pair, sandbox, "" if name else event.address, port, told)
         self._connections[event.pair] = sandbox.connections[event.pair] = connection
         if event.redirected:
             self._apply(connection, told.start())
@@ -295,7 +295,7 @@ class Proxy:
                 relay.close(pair, command.reset)
             else:
                 connection.opening = None
-                id = self._count(connection.sandbox, command.ask, command.deny)
+                id = self._count(connection.sandbox, command.ask, command.deny, connection.address)
                 self._apply(connection, connection.flow.refused(id))
 
     def _cut(self, connection: Connection) -> None:
@@ -355,8 +355,10 @@ class Proxy:
 
     # The rest
 
-    def _count(self, sandbox: Sandbox, ask: Ask, deny: Deny) -> str:
-        return self._ledger.denied(sandbox.id, ask.name, ask.port, deny.rule, ask.by.value, deny.why, self._at)
+    def _count(self, sandbox: Sandbox, ask: Ask, deny: Deny, address: str = "") -> str:
+        """Under the address where it went, if there is no name and that is what is wrong."""
+        name = ask.name or (address if deny.rule in ("address", "no-name") else "")
+        return self._ledger.denied(sandbox.id, name, ask.port, deny.rule, ask.by.value, deny.why, self._at)
 
     def _here(self, id: str) -> Sandbox:
         sandbox = self._sandboxes.get(id)

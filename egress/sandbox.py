@@ -20,12 +20,13 @@ NAMES_BYTES: Final = 2 << 20  # 4,096 lines of the longest name, and some
 
 class Connection:
     __slots__ = (
-        "ask", "counted", "decider", "early", "flow", "found", "held", "opening", "pair", "port", "private", "rule",
-        "sandbox",
+        "address", "ask", "counted", "decider", "early", "flow", "found", "held", "opening", "pair", "port",
+        "private", "rule", "sandbox",
     )  # fmt: skip
 
-    def __init__(self, pair: int, sandbox: Sandbox, port: int, told: flow.Flow) -> None:
+    def __init__(self, pair: int, sandbox: Sandbox, address: str, port: int, told: flow.Flow) -> None:
         self.pair, self.sandbox, self.port, self.flow = pair, sandbox, port, told
+        self.address = address  # where it went, unless that was given for a name
         self.ask: Ask | None = None  # what is dialled or open was allowed for it
         self.private = False
         self.rule = ""

@@ -41,6 +41,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("egress.log", (), ()),
     ("egress.local", (), ()),
     ("egress.lookup", (), ()),
+    ("egress.turns", (), ()),
     ("egress.loop", ("egress.log",), ()),
     ("egress.confine", (), ("prctl", "pyseccomp")),
     ("egress.resolver", ("egress.confine", "egress.policy"), ()),
@@ -74,7 +75,8 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         "egress.proxy",
         (
             "egress.answer", "egress.flow", "egress.ledger", "egress.local", "egress.log", "egress.lookup",
-            "egress.loop", "egress.policy", "egress.questions", "egress.sandbox", "egress.vet", "native.relay",
+            "egress.loop", "egress.policy", "egress.questions", "egress.sandbox", "egress.turns", "egress.vet",
+            "native.relay",
         ),
         (),
     ),

@@ -51,7 +51,7 @@ class Rig:
         self.world = world
         self.directory = Path(tempfile.mkdtemp(prefix="egress-", dir="/tmp"))
         self.directory.chmod(0o711)
-        (self.directory / "empty").mkdir(mode=0o755)
+        (self.directory / "root").mkdir(mode=0o755)
         self.events: list[Event] = []
         self.sandboxes: dict[str, Sandbox] = {}
         self._pids: list[int] = []
@@ -69,7 +69,7 @@ class Rig:
             listener.bind(str(self._path))
             listener.listen(4)
             ours = self._start_resolver()
-            argv = ["egress", "/sandboxd/test/egress/egress", BUILD, str(EGRESS_UID), str(self.directory / "empty")]
+            argv = ["egress", "/sandboxd/test/egress/egress", BUILD, str(EGRESS_UID), str(self.directory / "root")]
             with ours:
                 self.egress = self._spawn(argv, [listener.fileno(), ours.fileno()], "egress.log")
         self.connect()

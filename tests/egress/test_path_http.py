@@ -331,7 +331,7 @@ def test_another_port_or_name_is_refused_at_once(
 
 def test_an_address_no_name_was_given_is_refused(rig: Rig, sandbox: Sandbox) -> None:
     assert said(sandbox, b"", 5432, "198.18.14.200") == b""
-    assert rig.wait_event(lambda event: event.port == 5432 and event.name == "").rule == "address"
+    assert rig.wait_event(lambda event: event.port == 5432 and event.name.startswith("198.18.")).rule == "address"
     with pytest.raises(ConnectionRefusedError):
         sandbox.dial(places.PUBLIC, 5432)
 
