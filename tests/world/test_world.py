@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ KILLED = """
 import time
 from tests.world.world import open_world
 with open_world() as world:
-    print(world.host.pid, flush=True)
+    print(world.directory, flush=True)
     time.sleep(60)
 """
 
@@ -99,7 +100,6 @@ def test_pip_npm_and_apt_take_their_parcels(world: World, tmp_path: Path) -> Non
 
 
 def test_nothing_of_it_stays_behind() -> None:
-    before = _processes()
     mounts = Path("/proc/self/mounts").read_text()
     with open_world() as opened:
         directory, pids = opened.directory, {opened.host.pid, opened.outside.pid}
@@ -107,21 +107,25 @@ def test_nothing_of_it_stays_behind() -> None:
     assert not directory.exists()
     assert not pids & _processes()
     assert Path("/proc/self/mounts").read_text() == mounts
-    started = [pid for pid in _processes() - before if str(directory) in _command(pid)]
-    assert started == []
+    assert _started(str(directory)) == []
 
 
 def test_a_world_whose_test_was_killed_goes_with_it() -> None:
     root = Path(__file__).parents[2]
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, cwd=root) as test:
         assert test.stdout is not None
-        holder = int(test.stdout.readline())
+        directory = test.stdout.readline().decode().strip()
+        assert _started(directory), "the servers and the namespaces' holders"
         test.kill()
-    for _ in range(100):
-        if not Path(f"/proc/{holder}").exists():
-            return
+    deadline = time.monotonic() + 5
+    while (left := _started(directory)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    raise AssertionError("the namespace outlived its test")
+    shutil.rmtree(directory)
+    assert left == []
+
+
+def _started(directory: str) -> list[int]:
+    return [pid for pid in _processes() if directory in _command(pid)]
 
 
 def _processes() -> set[int]:

@@ -94,7 +94,7 @@ class World:
         log = (directory / "log").open("wb")
         stack.callback(log.close)
         server = self.outside.start(
-            "/usr/sbin/sshd", "-D", "-e", "-f", str(directory / "sshd_config"),
+            "setpriv", "--pdeathsig", "KILL", "/usr/sbin/sshd", "-D", "-e", "-f", str(directory / "sshd_config"),
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
         stack.callback(server.wait, 10)
@@ -136,7 +136,8 @@ def missing() -> str:
     """Why no world can be made here, or an empty text."""
     if os.geteuid() != 0:
         return "needs root to make namespaces"
-    absent = [program for program in ("unshare", "nsenter", "ip", "ssh-keygen", "ss") if shutil.which(program) is None]
+    programs = ("unshare", "nsenter", "setpriv", "ip", "ssh-keygen", "ss", "dpkg-deb", "git")
+    absent = [program for program in programs if shutil.which(program) is None]
     if not Path("/usr/sbin/sshd").exists():
         absent.append("/usr/sbin/sshd")
     if absent:
