@@ -141,6 +141,7 @@ def insist(ask: dict[str, Any]) -> dict[str, Any]:
     worst = 0.0
     while time.monotonic() - started < ask["for_s"] and not os.path.exists(ask.get("stop", "/nonexistent")):
         for address, port, piece in ask["forbidden"]:
+            time.sleep(0.005)
             told = stream({"to": [address, port], "pieces": [piece] if piece else [], "wait_s": 1, "enough": 1})
             tally["tries"] += 1
             # Our own refusal in words is an answer too, and not a breach.

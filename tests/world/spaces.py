@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +21,15 @@ T = TypeVar("T")
 CLONE_NEWNET = 0x40000000      # linux/sched.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# $1 a directory whose files cover those of the same name in /etc. `cat` ends with the pipe that this process holds.
+# $1 a directory whose files cover those of the same name in /etc; $2, if not empty, one that covers the authorities an
+# administrator added (update-ca-certificates(8)). `cat` ends with the pipe that this process holds.
 HOLD = """
 mount --make-rprivate / &&
 mount -t tmpfs -o mode=0755 tmpfs /run && mkdir -p /run/netns /run/sshd &&
 for file in "$1"/*; do
     [ ! -e "$file" ] || mount --bind "$file" "/etc/${file##*/}" || exit 1
 done &&
+if [ -n "$2" ]; then mount --bind "$2" /usr/local/share/ca-certificates || exit 1; fi &&
 ip link set lo up && echo ready && exec cat >/dev/null
 """
 
@@ -34,7 +37,8 @@ ip link set lo up && echo ready && exec cat >/dev/null
 class Space:
     """One network namespace with a mount namespace of its own."""
 
-    def __init__(self, directory: Path, etc: Mapping[str, str] | None = None) -> None:
+    def __init__(self, directory: Path, etc: Mapping[str, str] | None = None, authority: Path | None = None) -> None:
+        """`etc` are texts that cover files of /etc; `authority` is the one certificate the machine seems to trust."""
         covers = directory / "etc"
         covers.mkdir(parents=True, mode=0o755)
         for name, text in (etc or {}).items():
@@ -42,8 +46,13 @@ class Space:
             if not Path("/etc", name).exists():
                 raise RuntimeError(f"/etc/{name} is not there to be covered")
         self._covers = covers
+        trusted = ""
+        if authority is not None:
+            trusted = str(directory / "authorities")
+            Path(trusted).mkdir()
+            shutil.copy(authority, Path(trusted, "world.crt"))
         self._holder = subprocess.Popen(
-            ["unshare", "--net", "--mount", "sh", "-c", HOLD, "hold", str(covers)],
+            ["unshare", "--net", "--mount", "sh", "-c", HOLD, "hold", str(covers), trusted],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         assert self._holder.stdout is not None

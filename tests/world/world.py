@@ -47,7 +47,8 @@ class World:
         self.names = Names(NAMES)
         self.ca, chain = authority.issue(directory / "authority", NAMES)
         hosts = "127.0.0.1 localhost\n"
-        self.host = Space(directory / "host", {"resolv.conf": f"nameserver {NAME_SERVER}\n", "hosts": hosts})
+        etc = {"resolv.conf": f"nameserver {NAME_SERVER}\n", "hosts": hosts}
+        self.host = Space(directory / "host", etc, self.ca)
         stack.callback(self.host.close)
         self.outside = Space(directory / "outside", _accounts(directory / "parcels" / "git"))
         stack.callback(self.outside.close)
