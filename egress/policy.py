@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MAX_NAME: Final = 253                   # RFC 1035 §3.1, as text without the trailing dot
 WEB_PORTS: Final = (80, 443)            # decided by `allow`; every other port by `allow_tcp`
+DNS_PORT: Final = 53                    # answered here, whoever was asked
 
 _LABEL: Final = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST: Final = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
@@ -228,7 +229,7 @@ def covers(pattern: str, name: str) -> bool:
 
 def remedy(rule: str, name: str, port: int) -> str:
     """The command line's flag that would allow it; "" where no flag does."""
-    if not name or rule not in ("not-listed", "port"):
+    if not name or port == DNS_PORT or rule not in ("not-listed", "port"):
         return ""
     return f"--allow {name}" if port in WEB_PORTS else f"--allow-tcp {name}:{port}"
 
@@ -298,4 +299,6 @@ def normal_tcp(text: str) -> str:
         raise ValueError(f"{text!r} is not HOST:PORT with a port from 1 to 65535")
     if int(port) in WEB_PORTS:
         raise ValueError(f"{text!r}: ports 80 and 443 are decided by allow; list the name there")
+    if int(port) == DNS_PORT:
+        raise ValueError(f"{text!r}: a sandbox's questions to port 53 are answered here and go to nobody")
     return f"{normal(host)}:{port}"

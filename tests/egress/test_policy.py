@@ -189,7 +189,7 @@ def test_hosts_with_ports() -> None:
     for typed in ("git.test", "git.test:", "git.test:0", "git.test:65536", "git.test:022", "git.test:+2", ":22"):
         with pytest.raises(ValueError):
             normal_tcp(typed)
-    for typed in ("10.0.0.1:22", "[::1]:22", "git.test:443", "git.test:80", "*:22"):
+    for typed in ("10.0.0.1:22", "[::1]:22", "git.test:443", "git.test:80", "git.test:53", "*:22"):
         with pytest.raises(ValueError):
             normal_tcp(typed)
 
@@ -311,3 +311,4 @@ def test_what_would_allow_it() -> None:
     for rule in ("deny-list", "no-name", "address", "mode-none", "malformed", "private-address"):
         assert remedy(rule, "other.test", 443) == ""
     assert remedy("not-listed", "", 443) == ""
+    assert remedy("not-listed", "other.test", 53) == ""

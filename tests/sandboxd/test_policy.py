@@ -94,7 +94,7 @@ def test_what_is_no_host_name(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a.test", "a.test:0", "a.test:65536", "a.test:ssh", "a.test:443", ":22", "1.2.3.4:22", "*:22"]
+    "text", ["a.test", "a.test:0", "a.test:65536", "a.test:ssh", "a.test:443", "a.test:53", ":22", "1.2.3.4:22", "*:22"]
 )
 def test_what_is_no_host_and_port(text: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^network\.allow_tcp: "):
