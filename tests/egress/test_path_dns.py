@@ -93,6 +93,15 @@ def test_tcp_in_two_pieces_and_two_questions_on_a_connection(sandbox: Sandbox) -
             assert str(DNSRecord.parse(exactly(stream, size)).rr[0].rdata) == looked_up(sandbox, "allowed.test")
 
 
+def test_every_question_of_a_stream_is_answered_however_many_come_at_once(sandbox: Sandbox) -> None:
+    packet = query("allowed.test")
+    with sandbox.dial("8.8.8.8", 53) as stream:
+        stream.sendall((struct.pack(">H", len(packet)) + packet) * 200)
+        for _ in range(200):
+            (size,) = struct.unpack(">H", exactly(stream, 2))
+            assert DNSRecord.parse(exactly(stream, size)).rr
+
+
 def test_edns_and_a_version_nobody_speaks(sandbox: Sandbox) -> None:
     def with_opt(version: int) -> bytes:
         packet = bytearray(query("allowed.test"))
