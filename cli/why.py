@@ -80,6 +80,9 @@ def explained(event: Event, sandbox: Sandbox | None, asked_context: str | None) 
         yield f"  sandbox-cli update{where} {flags} {clean(sandbox.name or sandbox.id)}"
     yield "to allow it in a run:"
     yield f"  sandbox-cli run{where} {flags} -- CMD"
+    if event.by == "dns":
+        yield "that is for the web; for another port:"
+        yield f"  --allow-tcp {clean(shlex.quote(event.name))}:PORT"
 
 
 def target(name: str, port: int) -> str:

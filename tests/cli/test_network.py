@@ -197,6 +197,12 @@ RUN = ["to allow it in a run:", "  sandbox-cli run --allow x.test -- CMD"]
             id="in a sandbox that runs",
         ),
         pytest.param(EVENT, None, [TOLD[0], "  sandbox  sbx_1", *TOLD[2:], *RUN], id="in one that is gone"),
+        pytest.param(
+            EVENT._replace(port=0, by="dns"), None,
+            ["x.test was refused, 3 times", "  sandbox  sbx_1", TOLD[2], "  seen in  a query for its address",
+             *TOLD[4:], *RUN, "that is for the web; for another port:", "  --allow-tcp x.test:PORT"],
+            id="by a query, which says no port",
+        ),
         pytest.param(EVENT, BOX._replace(network=Network("none")), [*TOLD, *RUN], id="in one without a network"),
         pytest.param(EVENT._replace(remedy=""), BOX, [*TOLD, "no flag allows it"], id="nothing allows it"),
         pytest.param(
