@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sandboxd.client import Create
+from sandboxd.client import Create, NetworkRequest
+from sandboxd.errors import Refused
 from tests.conftest import git, make_repository
 from tests.daemon import BIN, Daemon
 
@@ -45,8 +46,28 @@ def test_an_ordinary_user_can_do_all_of_it(users_daemon: Daemon) -> None:
     assert ran.returncode == 0, ran.stderr.decode()
     assert ran.stdout == b"1001\n"
     assert git(top, "-c", f"safe.directory={top}", "show", "refs/sandbox/mine:x") == "x\n"
+    says_it_has_no_network(users_daemon)
     owners = {path.lstat().st_uid for path in users_daemon.state.rglob("*")}
     assert owners == {UID}
+
+
+def says_it_has_no_network(daemon: Daemon) -> None:
+    """At its start, in its capabilities, in doctor and to whoever asks for one; and no guest has an interface."""
+    said = daemon.log.read_text()
+    assert "network ceiling none (only a root sandboxd can give sandboxes a network)" in said, said
+    offer = daemon.client.capabilities()
+    assert (offer.network_ceiling, offer.network_default.mode) == ("none", "none")
+    assert not [name for name, on in offer.capabilities.items() if on and name.startswith(("egress", "network"))]
+    doctor = daemon.cli("doctor", "--no-probe").stdout.decode()
+    assert "network ceiling none" in " ".join(doctor.split())
+    for flags in (("--allow", "a.test"), ("--network", "allowlist"), ("--network", "open")):
+        refused = daemon.cli("run", "--no-workspace", *flags, "--", "true")
+        assert refused.returncode == 1 and b"a sandboxd that root starts does" in refused.stderr, refused.stderr
+    with pytest.raises(Refused):
+        daemon.client.create(Create(network=NetworkRequest("allowlist", allow=("a.test",))))
+    made = daemon.client.create(Create(memory_mb=512))
+    assert daemon.client.run(made.id, ["ls", "/sys/class/net"]).stdout == b"lo\n"
+    daemon.client.delete(made.id)
 
 
 def test_roots_vmms_each_run_under_a_uid_of_their_own(daemon: Daemon) -> None:
