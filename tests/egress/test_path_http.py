@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from tests.egress.rig import (
     ANYWHERE,
+    PLAN,
     Rig,
     Sandbox,
     heard,
@@ -231,8 +233,8 @@ def connect(target: str, *lines: str) -> bytes:
 
 @pytest.mark.parametrize(
     "lines",
-    [["Host: allowed.test"], ["Host: allowed.test:443"], ["Host: 172.16.0.1:3128"]],
-    ids=["bare", "full", "proxy"],
+    [["Host: allowed.test"], ["Host: allowed.test:443"], ["Host: 172.16.0.1:3128"], ["Host: other.test"]],
+    ids=["bare", "full", "proxy", "another"],
 )
 def test_a_tunnel_to_an_allowed_name_works_whatever_its_host_line_says(
     rig: Rig, sandbox: Sandbox, lines: list[str]
@@ -244,6 +246,25 @@ def test_a_tunnel_to_an_allowed_name_works_whatever_its_host_line_says(
         with context.wrap_socket(stream, server_hostname="allowed.test") as secure:
             secure.sendall(request("allowed.test"))
             assert b"200" in secure.recv(1000)
+
+
+@pytest.mark.parametrize("target", ["ALLOWED.Test:443", "allowed.test.:443"], ids=["case", "a dot"])
+def test_a_target_in_another_spelling_is_the_same(sandbox: Sandbox, target: str) -> None:
+    answer = said(sandbox, [connect(target), hello("allowed.test")], 80, enough=100)
+    assert passed(answer.partition(b"\r\n\r\n")[2])
+
+
+def test_a_client_whose_proxy_variables_point_at_us_works_too(rig: Rig, sandbox: Sandbox) -> None:
+    """Nobody has to set them. What they name is any address there is: only the port tells that it is for us."""
+    for scheme in ("http", "https"):
+        for where in (PLAN.host_address, ANYWHERE):
+            proxy = f"http://{where}:80"
+            url = f"{scheme}://allowed.test/"
+            curl = ["curl", "-sS", "--max-time", "20", "--cacert", str(rig.world.ca), url]
+            variables = ["env", "-i", f"PATH={os.environ['PATH']}", f"http_proxy={proxy}", f"https_proxy={proxy}"]
+            assert sandbox.guest.run(*variables, *curl) == "hello from allowed.test\n", (proxy, url)
+            refused = [*variables, *curl[:-1], f"{scheme}://other.test/"]
+            assert "hello" not in sandbox.guest.run("sh", "-c", '"$@" 2>&1 || true', "-", *refused)
 
 
 def test_a_tunnel_without_a_host_line_in_1_0(sandbox: Sandbox) -> None:

@@ -159,10 +159,13 @@ def test_a_hello_that_does_not_end_is_ended_at_its_deadline(rig: Rig, data: byte
 
 def test_a_dribble_beyond_the_deadline_is_ended_too(rig: Rig) -> None:
     slow = rig.sandbox(policy(*ALLOWED), first_ms=700)
+    idle(rig)
     try:
         begun = time.monotonic()
-        assert said(slow, pieces(hello("allowed.test"), 5), pause_s=0.05) == b""
+        with quiet(rig.world.origin) as seen, rig.world.uplink() as uplink:
+            assert said(slow, pieces(hello("allowed.test"), 5), pause_s=0.05) == b""
         assert time.monotonic() - begun < 5
+        assert seen.queries == [] and uplink.outgoing(port=443) == []
     finally:
         slow.close()
 
@@ -348,6 +351,28 @@ def test_an_address_that_is_dead_holds_up_nobody(rig: Rig, sandbox: Sandbox) -> 
     begun = time.monotonic()
     assert passed(said(sandbox, hello("both.test")))
     assert time.monotonic() - begun < 2.0  # 0.25 s for each, and what a busy machine adds
+
+
+@pytest.mark.parametrize("narrow", [("host",), ("outside",), ("host", "outside")], ids="-and-".join)
+def test_a_wire_of_small_packets_carries_large_answers(rig: Rig, sandbox: Sandbox, narrow: tuple[str, ...]) -> None:
+    """The guest's TCP ends here, so the packets of its own link need not fit the wire outside."""
+    ends = {"host": (rig.world.host, "up0"), "outside": (rig.world.outside, "down0")}
+
+    def resize(size: str) -> None:
+        for each in narrow:
+            space, interface = ends[each]
+            space.run("ip", "link", "set", interface, "mtu", size)
+
+    resize("1280")
+    try:
+        with secure(sandbox, "allowed.test") as stream:
+            stream.sendall(b"GET /bytes/5000000 HTTP/1.1\r\nHost: allowed.test\r\nConnection: close\r\n\r\n")
+            size = 0
+            while piece := stream.recv(1 << 16):
+                size += len(piece)
+        assert size > 5_000_000
+    finally:
+        resize("1500")
 
 
 def test_a_host_that_refuses_is_said_to_be_unreachable(rig: Rig, sandbox: Sandbox) -> None:
