@@ -232,7 +232,7 @@ async def _serve(
 async def _policy(settings: Settings, chosen: Parts) -> tuple[Policy, Registries, str]:
     """What is permitted here, the registries it was made with, and why the ceiling is what it is."""
     used = Registries() if chosen.no_network else await anyio.to_thread.run_sync(chosen.registries)
-    policy = rules.built_in(used.names)
+    policy = rules.built_in(used.names, used.services)
     if settings.policy is not None:
         policy = policy_file.read(settings.policy, policy)
     if chosen.no_network:

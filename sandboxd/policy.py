@@ -93,13 +93,13 @@ class Policy:
     capabilities: frozenset[str] = frozenset({"workspace_bundle", "tunnel"})
 
 
-def built_in(registries: Collection[str]) -> Policy:
-    """The policy of an operator who wrote none, on a host that uses these registries. They may be mirrors of the
-    operator's own, so their addresses need not be public."""
+def built_in(registries: Collection[str], services: Collection[str] = ()) -> Policy:
+    """The policy of an operator who wrote none, on a host that uses these registries, some on a port of their own.
+    They may be mirrors of the operator's own, so their addresses need not be public."""
     allow = tuple(sorted({*BASELINE, *registries}))
     return Policy(
-        ceiling="allowlist", default_network=Network("allowlist", allow), may_allow=("*",), may_allow_tcp=("*",),
-        private=tuple(sorted(registries)),
+        ceiling="allowlist", default_network=Network("allowlist", allow, (), tuple(sorted(services))),
+        may_allow=("*",), may_allow_tcp=("*",), private=tuple(sorted(registries)),
     )  # fmt: skip
 
 

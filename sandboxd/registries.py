@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from egress.policy import normal
+from egress.policy import WEB_PORTS, normal, normal_tcp
 
 APT_SOURCES = "/etc/apt/sources.list"
 PIP_CONF = "/etc/pip.conf"
@@ -42,21 +42,23 @@ log = logging.getLogger("sandboxd")
 
 @dataclass(frozen=True, slots=True)
 class Registries:
-    """`files` are by their path in the guest."""
+    """`files` are by their path in the guest; `services` are HOST:PORT, of those on a port of their own."""
 
     names: tuple[str, ...] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
+    services: tuple[str, ...] = ()
 
 
 def read(apt: Iterable[tuple[str, str]], environment: Mapping[str, str], root: Path = Path("/")) -> Registries:
     """`apt` are (URI, suite) of the sources that a guest can use; `root` is where /etc is."""
     home = root / environment.get("HOME", "/").lstrip("/")
     names: set[str] = set()
+    used: set[str] = set()
     files: dict[str, bytes] = {}
     sources = [(address, suite) for uri, suite in apt if (address := plain(uri))]
     if sources:
         files[APT_SOURCES] = "".join(f"deb {address} {suite} main\n" for address, suite in sources).encode()
-    names.update(_host(address) for address, _ in sources)
+    used.update(address for address, _ in sources)
 
     trusted = authorities(root)
     files.update(trusted)
@@ -65,16 +67,18 @@ def read(apt: Iterable[tuple[str, str]], environment: Mapping[str, str], root: P
         files[PIP_CONF] = _pip_conf(pip, TRUST if trusted else "").encode()
     if "index-url" not in pip:
         names.update(_pip_default())
-    names.update(_host(address) for addresses in pip.values() for address in addresses)
+    used.update(address for addresses in pip.values() for address in addresses)
 
     npm = npm_settings(_npm_texts(root, home, environment), environment)
     if npm or trusted:
         settings = {**npm, **({"cafile": TRUST} if trusted else {})}
         files[NPMRC] = "".join(f"{key}={value}\n" for key, value in sorted(settings.items())).encode()
     if "registry" not in npm and (address := _npm_default()):
-        names.add(_host(address))
-    names.update(_host(address) for address in npm.values())
-    return Registries(tuple(sorted(names)), files)
+        used.add(address)
+    used.update(npm.values())
+    names.update(map(_host, used))
+    services = {service for address in used if (service := _service(address))}
+    return Registries(tuple(sorted(names)), files, tuple(sorted(services)))
 
 
 def authorities(root: Path = Path("/")) -> dict[str, bytes]:
@@ -210,6 +214,17 @@ def _ask(command: list[str]) -> str:
 
 def _host(address: str) -> str:
     return urlsplit(address).hostname or ""
+
+
+def _service(address: str) -> str:
+    """HOST:PORT of what is not on the web's ports; empty for the rest."""
+    parts = urlsplit(address)
+    if parts.port is None or parts.port in WEB_PORTS:
+        return ""
+    try:
+        return normal_tcp(f"{parts.hostname}:{parts.port}")
+    except ValueError:
+        return ""
 
 
 def _printable(text: str) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sandboxd.policy import built_in
 from sandboxd.registries import APT_SOURCES, NPMRC, PIP_CONF, authorities, npm_settings, pip_settings, plain, read
 
 
@@ -64,6 +65,17 @@ def test_names_and_files_of_a_whole_host(tmp_path: Path) -> None:
         PIP_CONF: b"[global]\nindex-url = http://pip.test/simple\ntrusted-host = pip.test\n",
         NPMRC: b"registry=https://npm.test/\n",
     }
+
+
+def test_a_registry_on_a_port_of_its_own_is_allowed_there(tmp_path: Path) -> None:
+    environment = {"PIP_INDEX_URL": "http://pip.test:3141/root/", "npm_config_registry": "https://npm.test:443/"}
+    apt = [("http://apt.test:3142/debian", "bookworm"), ("http://odd.test:53/", "bookworm"), ("http://a.test:0/", "x")]
+    found = read(apt, environment, tmp_path)
+    assert found.services == ("apt.test:3142", "pip.test:3141")
+    assert set(found.names) >= {"apt.test", "pip.test", "npm.test"}
+    assert found.files[APT_SOURCES].startswith(b"deb http://apt.test:3142/debian bookworm main\n")
+    network = built_in(found.names, found.services).default_network
+    assert network.allow_tcp == found.services and set(network.allow or ()) >= set(found.names)
 
 
 def test_a_host_that_configures_nothing_uses_what_its_programs_do(tmp_path: Path) -> None:
