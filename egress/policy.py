@@ -29,6 +29,7 @@ _HOST: Final = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 _WIRE: Final = re.compile(_HOST.pattern.encode())
 _NUMBER: Final = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _NUMBER_WIRE: Final = re.compile(rb"[0-9.]+|0x[0-9a-f.]*|(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)", re.IGNORECASE)
+_SHOWN: Final = re.compile(rb"[0-9A-Za-z.:\[\]%_-]{1,64}")
 _PORT: Final = re.compile(r"[1-9][0-9]{0,4}")
 
 
@@ -240,7 +241,8 @@ def unnamed(raw: bytes) -> Deny:
         return Deny("no-name", "The connection names no host, and only names are allowed.")
     bare = raw[:-1] if raw.endswith(b".") else raw
     if bare[:1] == b"[" or b":" in bare or _NUMBER_WIRE.fullmatch(bare):
-        return Deny("address", "The connection names an address; only names are allowed.")
+        shown = f", {raw.decode('ascii')}," if _SHOWN.fullmatch(raw) else ""
+        return Deny("address", f"The connection names an address{shown} and only names are allowed.")
     return Deny("malformed", "What stands where a host name belongs is not one.")
 
 

@@ -78,6 +78,12 @@ def test_a_refusal_says_what_why_and_what_to_do(rig: Rig, sandbox: Sandbox) -> N
     assert event.id.encode() in again
 
 
+@pytest.mark.parametrize("data", [request(places.PUBLIC), f"CONNECT {places.PUBLIC}:443 HTTP/1.1\r\n\r\n".encode()])
+def test_a_refused_address_is_named_too(sandbox: Sandbox, data: bytes) -> None:
+    text = http(sandbox, data).decode()
+    assert places.PUBLIC in text and "blocked by sandbox policy" in text and "sandbox-cli why" in text
+
+
 def two_hosts(*hosts: str) -> bytes:
     return ("GET / HTTP/1.1\r\n" + "".join(f"Host: {host}\r\n" for host in hosts) + "\r\n").encode()
 

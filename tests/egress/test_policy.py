@@ -270,6 +270,20 @@ def test_what_is_no_name_on_the_wire(raw: bytes, rule: str) -> None:
     assert unnamed(raw).rule == rule
 
 
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        (b"45.90.7.2", "an address, 45.90.7.2, and"),
+        (b"[::ffff:7f00:1]", "an address, [::ffff:7f00:1], and"),
+        (b"fe80::1%eth0", "an address, fe80::1%eth0, and"),
+        (b"[\x1b[2J]", "an address and"),
+        (b"[" + b"1" * 200, "an address and"),
+    ],
+)
+def test_an_address_is_named_where_it_can_be_shown(raw: bytes, shown: str) -> None:
+    assert shown in unnamed(raw).why
+
+
 @pytest.mark.parametrize("text", ["127.1", "2130706433", "0177.0.0.1", "0x7f000001", "0x7f.1", "1.2.3.0x4", "017"])
 def test_nothing_that_the_c_library_reads_as_an_address_is_a_name(text: str) -> None:
     assert socket.inet_aton(text)       # it does
