@@ -2,31 +2,37 @@
 
 In: decisions and the time they were made. Out: their ids, events that are due, rows for a report. Pure: the clock
 comes in as seconds since the epoch; only the ids are random. Bounded whatever a guest does: so many entries a
-sandbox, so many new refusals an hour.
+sandbox, so many new ones an hour, and of each ever fewer events, so that nobody pushes others' out of the file.
 """
 
 from __future__ import annotations
 
 import base64
 import secrets
-from collections import OrderedDict, deque
+from collections import OrderedDict
+from heapq import heappop, heappush
+from itertools import count
 
 from egress import control
 from egress.control import Event
 
 ENTRIES_LIMIT = 1500  # of each kind, a sandbox; the one not touched for longest goes. A report fits in a frame
 REFUSALS_AN_HOUR = 1000
-UPDATE_S = 5.0
+NAMES_AN_HOUR = 1000  # that were allowed
+UPDATE_S = 5.0  # until more of an entry is told; the next time twice as long
+MOST_UPDATE_S = 3600.0
 TOO_MANY = "too-many-refusals"
 _TOO_MANY_WHY = f"more than {REFUSALS_AN_HOUR:,} different refusals in an hour; the rest are only counted"
+REST = "more-names"  # allowed, beyond those that are told by name
 
 Key = tuple[str, int, str, str]  # name, port, and for a refusal the rule and what it was decided by
+_REST_KEY: Key = ("", 0, "", "")
 
 
 class _Entry:
     __slots__ = (
         "by", "connections", "count", "decision", "down_bytes", "first_at", "id", "last_at", "name", "pending", "port",
-        "rule", "sandbox", "up_bytes", "why",
+        "rule", "sandbox", "up_bytes", "wait_s", "why",
     )  # fmt: skip
 
     def __init__(
@@ -37,6 +43,7 @@ class _Entry:
         self.count = self.connections = self.up_bytes = self.down_bytes = 0
         self.first_at = self.last_at = at
         self.pending = False  # an event about it waits
+        self.wait_s = UPDATE_S
 
     def event(self) -> Event:
         self.pending = False
@@ -57,13 +64,18 @@ class _Entry:
 class _Book:
     """The entries of one sandbox."""
 
-    __slots__ = ("allowed", "denied", "fresh", "hour_at")
+    __slots__ = ("allowed", "denied", "fresh", "fresh_allowed", "hour_at")
 
     def __init__(self) -> None:
         self.denied: OrderedDict[Key, _Entry] = OrderedDict()
         self.allowed: OrderedDict[Key, _Entry] = OrderedDict()
         self.hour_at = 0.0
-        self.fresh = 0
+        self.fresh = self.fresh_allowed = 0
+
+    def begin_hour(self, at: float) -> None:
+        if _passed(self.hour_at, at, 3600.0):
+            self.hour_at = at
+            self.fresh = self.fresh_allowed = 0
 
 
 class Ledger:
@@ -73,7 +85,9 @@ class Ledger:
         self._books: dict[str, _Book] = {}
         self._ids: set[str] = set()
         self._now: list[_Entry] = []
-        self._later: deque[tuple[float, _Entry]] = deque()  # since when; in order, because all wait equally long
+        self._later: list[tuple[float, int, _Entry]] = []  # a heap, by when it is due
+        self._turn = count()
+        self._at = 0.0
 
     def denied(
         self, sandbox: str, name: str, port: int, rule: str, by: str, why: str, at: float, times: int = 1
@@ -83,8 +97,7 @@ class Ledger:
         key = (name, port, rule, by)
         entry = book.denied.get(key)
         if entry is None:
-            if _passed(book.hour_at, at, 3600.0):
-                book.hour_at, book.fresh = at, 0
+            book.begin_hour(at)
             if book.fresh >= REFUSALS_AN_HOUR:
                 key, name, port, rule, by, why = ("", 0, TOO_MANY, ""), "", 0, TOO_MANY, "", _TOO_MANY_WHY
                 entry = book.denied.get(key)
@@ -104,6 +117,13 @@ class Ledger:
         key = (name, port, "", "")
         entry = book.allowed.get(key)
         if entry is None:
+            book.begin_hour(at)
+            if book.fresh_allowed >= NAMES_AN_HOUR:
+                key, name, port, rule, by = _REST_KEY, "", 0, REST, ""
+                entry = book.allowed.get(key)
+            else:
+                book.fresh_allowed += 1
+        if entry is None:
             entry = self._open(book.allowed, key, _Entry(sandbox, control.ALLOWED, name, port, rule, by, "", "", at))
         else:
             self._touch(entry, at)
@@ -114,7 +134,9 @@ class Ledger:
     def closed(self, sandbox: str, name: str, port: int, up_bytes: int, down_bytes: int, at: float) -> None:
         """Adds what a connection that was allowed has carried."""
         book = self._books.get(sandbox)
-        entry = book.allowed.get((name, port, "", "")) if book else None
+        if book is None:
+            return
+        entry = book.allowed.get((name, port, "", "")) or book.allowed.get(_REST_KEY)
         if entry is None:
             return
         entry.connections += 1
@@ -132,14 +154,16 @@ class Ledger:
         return [entry.event() for entry in entries if entry.pending]
 
     def due(self, at: float) -> list[Event]:
-        """What is to be told now: a first decision at once, more of it at most every five seconds."""
+        """What is to be told now: a first decision at once, more of it after five seconds, then ever more seldom."""
         events = [entry.event() for entry in self._now if entry.pending]
         self._now.clear()
-        later = self._later
-        while later and _passed(later[0][0], at, UPDATE_S):
-            entry = later.popleft()[1]
+        later, set_back = self._later, at < self._at
+        while later and (set_back or later[0][0] <= at):
+            entry = heappop(later)[2]
             if entry.pending:
+                entry.wait_s = min(2 * entry.wait_s, MOST_UPDATE_S)
                 events.append(entry.event())
+        self._at = at
         return events
 
     def wait_s(self, at: float) -> float | None:
@@ -148,7 +172,7 @@ class Ledger:
             return 0.0
         if not self._later:
             return None
-        return min(max(self._later[0][0] + UPDATE_S - at, 0.0), UPDATE_S)
+        return min(max(self._later[0][0] - at, 0.0), UPDATE_S)
 
     def report(self, sandbox: str) -> list[dict[str, object]]:
         """Everything known of a sandbox, oldest first; at most twice `ENTRIES_LIMIT` rows of `control.ROW`."""
@@ -178,7 +202,7 @@ class Ledger:
         entry.last_at = at
         if not entry.pending:
             entry.pending = True
-            self._later.append((at, entry))
+            heappush(self._later, (at + entry.wait_s, next(self._turn), entry))
 
     def _fresh_id(self) -> str:
         while True:

@@ -121,20 +121,25 @@ class Networks:
     async def decisions(self, sandbox_id: str) -> list[Decision]:
         """About each name the sandbox asked for; of one that has ended, or was forgotten, too."""
         known = {one.id: one for one in await anyio.to_thread.run_sync(self._events.of, sandbox_id)}
-        if self._egress is not None and sandbox_id in self._linked:
-            try:
-                rows = await self._egress.report(sandbox_id)
-            except EgressError as fault:
-                # The file is a few seconds behind, and better than nothing.
-                log.warning("%s: egress does not report: %s", sandbox_id, clean(str(fault)))
-                rows = []
-            for row in rows:
-                if (one := decision(sandbox_id, row)) is not None:
-                    known[one.id] = one
+        known |= {one.id: one for one in await self._reported(sandbox_id)}
         return merged(known.values())
 
     async def decision(self, decision_id: str) -> Decision | None:
-        return await anyio.to_thread.run_sync(self._events.find, decision_id)
+        found = await anyio.to_thread.run_sync(self._events.find, decision_id)
+        if found is None:
+            return None
+        return next((one for one in await self._reported(found.sandbox) if one.id == decision_id), found)
+
+    async def _reported(self, sandbox_id: str) -> list[Decision]:
+        """What egress says now; the file is behind, and better than nothing."""
+        if self._egress is None or sandbox_id not in self._linked:
+            return []
+        try:
+            rows = await self._egress.report(sandbox_id)
+        except EgressError as fault:
+            log.warning("%s: egress does not report: %s", sandbox_id, clean(str(fault)))
+            return []
+        return [one for row in rows if (one := decision(sandbox_id, row)) is not None]
 
 
 def interface(link: Link) -> dict[str, Any]:
