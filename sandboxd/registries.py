@@ -24,6 +24,9 @@ from urllib.parse import urlsplit, urlunsplit
 from egress.policy import WEB_PORTS, normal, normal_tcp
 
 APT_SOURCES = "/etc/apt/sources.list"
+APT_CONF = "/etc/apt/apt.conf.d/90sandbox"
+AT_ONCE = b'Acquire::Retries::Delay "false";\n'
+"""apt waits seven seconds between its tries, also where a name is refused and stays so. It tries as often as before."""
 PIP_CONF = "/etc/pip.conf"
 NPMRC = "/usr/local/lib/node_modules/npm/npmrc"
 """npm's own file: it is read whatever the prefix is, and every other one wins over it."""
@@ -57,6 +60,7 @@ def read(apt: Iterable[tuple[str, str]], environment: Mapping[str, str], root: P
     files: dict[str, bytes] = {}
     sources = [(address, suite) for uri, suite in apt if (address := plain(uri))]
     if sources:
+        files[APT_CONF] = AT_ONCE
         files[APT_SOURCES] = "".join(f"deb {address} {suite} main\n" for address, suite in sources).encode()
     used.update(address for address, _ in sources)
 

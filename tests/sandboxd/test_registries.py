@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 from sandboxd.policy import built_in
-from sandboxd.registries import APT_SOURCES, NPMRC, PIP_CONF, authorities, npm_settings, pip_settings, plain, read
+from sandboxd.registries import (
+    APT_CONF,
+    APT_SOURCES,
+    AT_ONCE,
+    NPMRC,
+    PIP_CONF,
+    authorities,
+    npm_settings,
+    pip_settings,
+    plain,
+    read,
+)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +72,7 @@ def test_names_and_files_of_a_whole_host(tmp_path: Path) -> None:
     )
     assert found.names == ("apt.test", "npm.test", "pip.test")
     assert found.files == {
+        APT_CONF: AT_ONCE,
         APT_SOURCES: b"deb http://apt.test/debian bookworm main\n",
         PIP_CONF: b"[global]\nindex-url = http://pip.test/simple\ntrusted-host = pip.test\n",
         NPMRC: b"registry=https://npm.test/\n",
