@@ -57,26 +57,31 @@ def row(one: EgressName) -> tuple[str, ...]:
     return (
         one.id, one.name, str(one.port or ""), one.decision, one.rule, one.by, str(one.count),
         str(one.connections or ""), show.bytes_size(one.bytes_in) if one.connections else "",
-        show.bytes_size(one.bytes_out) if one.connections else "", one.last_at[:19],
+        show.bytes_size(one.bytes_out) if one.connections else "", show.time(one.last_at),
     )  # fmt: skip
 
 
 def allowing(found: Egress) -> list[str]:
     """The flags that would allow what was refused for not being on a list, and still is not; other rules no flag
     changes."""
+    if found.mode != "allowlist":
+        return []
     hosts: dict[str, None] = {}
     services: dict[str, None] = {}
     for one in found.names:
         if one.decision != "denied" or one.rule not in ("not-listed", "port") or not one.name:
             continue
+        if listed(found.deny, one.name):
+            continue
         if one.port in WEB_PORTS or one.by == "dns":
             hosts[one.name] = None
         else:
             services[f"{one.name}:{one.port}"] = None
-    flags = [("--allow", host) for host in hosts if not _listed(found.allow or (), host)]
-    flags += [("--allow-tcp", service) for service in services if not _listed(found.allow_tcp, service)]
+    flags = [("--allow", host) for host in hosts if not listed(found.allow or (), host)]
+    flags += [("--allow-tcp", service) for service in services if not listed(found.allow_tcp, service)]
     return [word for flag in flags for word in flag]
 
 
-def _listed(entries: Iterable[str], wanted: str) -> bool:
+def listed(entries: Iterable[str], wanted: str) -> bool:
+    """Whether a list of names, or of HOST:PORT, covers one."""
     return any(wanted == entry or (entry.startswith("*.") and wanted.endswith(entry[1:])) for entry in entries)

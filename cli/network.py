@@ -19,7 +19,7 @@ MODES = {"none": "none", "allowlist": "allowlist", "open": "open", "default": "o
 _SERVICE = re.compile(r"[^:/\s]+:([0-9]{1,5})")
 NO_NETWORK = (
     "this sandboxd gives sandboxes no network (its ceiling is none; see sandbox-cli doctor): "
-    "a sandboxd that root starts does"
+    "a sandboxd that root starts does, unless --no-network or its policy forbids it"
 )
 
 
@@ -46,7 +46,7 @@ def wanted(args: Mapping[str, Any]) -> Wanted:
     for service in args["--allow-tcp"]:
         port = _SERVICE.fullmatch(service)
         if port is None or not 0 < int(port[1]) < 65536:
-            raise SandboxError(f"--allow-tcp {clean(service)}: it is HOST:PORT")
+            raise SandboxError(f"--allow-tcp {clean(service)}: it is HOST:PORT, with a port from 1 to 65535")
     if mode in ("none", "open"):
         for flag in ("--allow", "--allow-tcp", "--no-baseline"):
             if args[flag]:
@@ -83,6 +83,8 @@ def of_update(asked: Wanted, now: Network, offer: Capabilities) -> NetworkReques
     """For a sandbox whose network is `now`. Lists are added to, unless the flags say where to start from."""
     if asked.mode is not None or not asked.baseline or asked.nothing:
         return of_run(asked, offer)
+    if offer.network_ceiling == "none":
+        raise SandboxError(NO_NETWORK)
     if now.mode == "open" and (asked.allow or asked.allow_tcp):
         raise SandboxError("its network is open: --allow narrows it only with --network allowlist")
     if now.mode == "open":

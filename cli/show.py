@@ -73,6 +73,11 @@ def sandbox(value: Sandbox) -> dict[str, Any]:
     return value._asdict() | {"network": value.network._asdict()}
 
 
+def time(stamp: str) -> str:
+    """The API's time without its fraction, and still as UTC."""
+    return f"{stamp[:19]}Z" if stamp else ""
+
+
 def bytes_size(size: int) -> str:
     """1536 → 1.5 KiB."""
     amount = float(size)

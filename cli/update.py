@@ -6,7 +6,7 @@ Usage:
 
 Only what is named changes, all of it or nothing. --allow, --allow-tcp and --deny add to what the sandbox has. Its
 lists start anew with --network or --no-baseline, as in `run`: from the server's names, or from none. Connections to
-what it may no longer reach are cut. A sandbox without a network cannot be given one.
+what it may no longer reach are cut. --network none is for good: a sandbox without a network cannot be given one.
 
 Options:
   --network=MODE         none, allowlist or open

@@ -19,8 +19,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from cli import context, show
-from sandboxd.client import Client, Event, Sandbox
+from cli import context, egress, show
+from sandboxd.client import Client, Event, Network, Sandbox
 from sandboxd.errors import ApiError, NotFound, SandboxError
 from sandboxd.termsafe import clean
 
@@ -75,7 +75,12 @@ def explained(event: Event, sandbox: Sandbox | None, asked_context: str | None) 
     # The name in it is a guest's word, and this is meant to be pasted into a shell.
     flags = clean(" ".join(map(shlex.quote, event.remedy.split())))
     where = f" --context={clean(shlex.quote(asked_context))}" if asked_context else ""
-    if sandbox is not None and sandbox.network.mode == "allowlist":
+    network = sandbox.network if sandbox is not None else None
+    if network is not None and egress.listed(network.deny, event.name):
+        yield "this sandbox's deny list names it since, and beats what is allowed"
+    elif network is not None and _allowed_now(event.remedy, network):
+        yield "it is allowed in this sandbox since"
+    elif sandbox is not None and sandbox.network.mode == "allowlist":
         yield "to allow it now, in this sandbox:"
         yield f"  sandbox-cli update{where} {flags} {clean(sandbox.name or sandbox.id)}"
     yield "to allow it in a run:"
@@ -83,6 +88,12 @@ def explained(event: Event, sandbox: Sandbox | None, asked_context: str | None) 
     if event.by == "dns":
         yield "that is for the web; for another port:"
         yield f"  --allow-tcp {clean(shlex.quote(event.name))}:PORT"
+
+
+def _allowed_now(remedy: str, network: Network) -> bool:
+    flag, _, wanted = remedy.partition(" ")
+    lists = {"--allow": network.allow or (), "--allow-tcp": network.allow_tcp}
+    return network.mode == "open" or egress.listed(lists.get(flag, ()), wanted)
 
 
 def target(name: str, port: int) -> str:

@@ -54,4 +54,7 @@ def of_create(message: str) -> str:
 def _in_flags(message: str) -> str:
     """A message that begins with a field of the request begins with the flag instead."""
     field = _FIELD.match(message)
-    return FIELDS.get(field[1], field[1]) + message[field.end() :] if field else message
+    if not field:
+        return message
+    rest = message[field.end() :].replace("(other ports: allow_tcp)", "(other ports: --allow-tcp HOST:PORT)")
+    return FIELDS.get(field[1], field[1]) + rest.replace("are decided by allow;", "are decided by --allow;")

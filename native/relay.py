@@ -54,7 +54,7 @@ class Limits:
 
     pairs: int = 1024
     held_bytes: int = 8 << 20
-    first_ms: int = 15_000
+    first_ms: int = 60_000
     connect_ms: int = 20_000
     idle_ms: int = 3_600_000
 

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,10 @@ def parse(data: bytes, built_in: Policy, faults: list[str]) -> Policy:
     except yaml.YAMLError as fault:
         mark = getattr(fault, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark is not None else ""
-        faults.append(f"{where}it is not YAML: {getattr(fault, 'problem', None) or 'a character that may not stand'}")
+        starred = getattr(fault, "context", None) == "while scanning an alias"
+        hint = "; what begins with * must be in quotes" if starred else ""
+        problem = getattr(fault, "problem", None) or "a character that may not stand"
+        faults.append(f"{where}it is not YAML: {problem}{hint}")
         return built_in
     return built_in if faults else _policy(_Section("", {} if tree is None else tree, faults), built_in)
 
@@ -92,7 +95,7 @@ class _Tree:
 
     def _node(self, event: Any, path: str, depth: int) -> Any:
         if getattr(event, "anchor", None) is not None:
-            self._fault(event, path, "anchors and aliases are not read")
+            self._fault(event, path, "anchors and aliases are not read; what begins with * or & must be in quotes")
         if getattr(event, "tag", None) is not None:
             self._fault(event, path, "tags are not read")
         if depth > MAX_DEPTH:
@@ -149,6 +152,7 @@ class _Section:
     path: str
     value: Any
     faults: list[str]
+    known: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not isinstance(self.value, dict):
@@ -161,13 +165,13 @@ class _Section:
         self.faults.append(f"{_at(place)}{what}")
 
     def section(self, key: str) -> _Section:
-        given = self.value.pop(key, None)
+        given = self._given(key)
         path = f"{self.path}.{key}" if self.path else key
         return _Section(path, {} if given is None else given, self.faults)
 
     def take(self, key: str, default: Any, check: Callable[[Any], bool], what: str) -> Any:
         """What stands there if `check` says so; the default where nothing does."""
-        value = self.value.pop(key, None)
+        value = self._given(key)
         if value is None:
             return default
         if check(value):
@@ -177,7 +181,7 @@ class _Section:
 
     def names(self, key: str, normal: Callable[[str, list[str]], tuple[str, ...]]) -> tuple[str, ...] | None:
         """A list of names in normal form; None where none is given. Each that is wrong is a fault of its own."""
-        given = self.value.pop(key, None)
+        given = self._given(key)
         if given is None:
             return None
         if not isinstance(given, list):
@@ -196,7 +200,11 @@ class _Section:
 
     def done(self) -> None:
         for key in self.value:
-            self.fault(rules.printable(key)[1:-1], "it is not known")
+            self.fault(rules.printable(key)[1:-1], f"it is not known; known here: {', '.join(sorted(self.known))}")
+
+    def _given(self, key: str) -> Any:
+        self.known.append(key)
+        return self.value.pop(key, None)
 
 
 def _policy(root: _Section, built_in: Policy) -> Policy:
@@ -271,6 +279,7 @@ def _network(section: _Section, built_in: Policy) -> Policy:
 def _default_network(section: _Section, built_in: Network, ceiling: str) -> Network:
     # A stricter ceiling takes the built-in default down with it; one that is written must fit by itself.
     unsaid = min(built_in.mode, ceiling, key=MODES.index)
+    before = len(section.faults)
     mode: str = section.take("mode", unsaid, lambda value: value in MODES, f"one of {', '.join(MODES)}")
     allow, deny = section.names("allow", rules.hosts), section.names("deny", rules.hosts) or ()
     allow_tcp = section.names("allow_tcp", rules.services)
@@ -286,7 +295,7 @@ def _default_network(section: _Section, built_in: Network, ceiling: str) -> Netw
         return Network("open", None, deny)
     allow = (built_in.allow or ()) if allow is None else allow
     allow_tcp = built_in.allow_tcp if allow_tcp is None else allow_tcp
-    if not allow and not allow_tcp:
+    if not allow and not allow_tcp and len(section.faults) == before:
         section.fault("allow", "an allowlist that names nothing is refused; write mode: none")
     return Network("allowlist", allow, deny, allow_tcp)
 

@@ -119,6 +119,14 @@ def test_help_is_a_command_too(person: Person) -> None:
         ("name must be short", "name must be short"),
         ("network.allow: x.test is not permitted", "--allow: x.test is not permitted"),
         ("network.allow_tcp[1]: no port", "--allow-tcp[1]: no port"),
+        (
+            "network.allow: 'h:1' has a port; names are listed without one (other ports: allow_tcp)",
+            "--allow: 'h:1' has a port; names are listed without one (other ports: --allow-tcp HOST:PORT)",
+        ),
+        (
+            "network.allow_tcp: 'h:80': ports 80 and 443 are decided by allow; list the name there",
+            "--allow-tcp: 'h:80': ports 80 and 443 are decided by --allow; list the name there",
+        ),
         ("network.mode must be one of none", "--network must be one of none"),
         ("network mode open is above this server's ceiling, none",) * 2,
     ],

@@ -93,6 +93,12 @@ def test_no_network_can_be_asked_for_where_there_is_none() -> None:
     assert network.of_run(wanted("--network=none"), offering(Network("none"), "none")) == NetworkRequest("none")
 
 
+@pytest.mark.parametrize("flag", ["--allow=a", "--deny=a", "--allow-tcp=a:1"])
+def test_an_update_where_there_is_no_network(flag: str) -> None:
+    with pytest.raises(SandboxError, match="gives sandboxes no network"):
+        network.of_update(wanted(flag, command="update"), Network("none"), offering(Network("none"), "none"))
+
+
 @pytest.mark.parametrize(
     "service", ["h", "h:", ":22", "h:0", "h:65536", "h:x", "h:22:1", "http://h:80", "h :22", "h:²"]
 )
@@ -232,6 +238,27 @@ def test_why(event: Event, sandbox: Sandbox | None, last: list[str]) -> None:
     assert list(why.explained(event, sandbox, None)) == last
 
 
+def test_why_knows_what_was_changed_since() -> None:
+    def told(network: Network, event: Event = EVENT) -> list[str]:
+        return list(why.explained(event, BOX._replace(network=network), None))[-3:]
+
+    run = ["to allow it in a run:", "  sandbox-cli run --allow x.test -- CMD"]
+    allowed = ["it is allowed in this sandbox since", *run]
+    assert told(SERVERS._replace(mode="allowlist", allow=("x.test",))) == allowed
+    assert told(Network("open", None, (), ())) == allowed
+    denied = Network("allowlist", ("x.test",), ("*.test",), ())
+    assert told(denied) == ["this sandbox's deny list names it since, and beats what is allowed", *run]
+    ssh = EVENT._replace(port=22, remedy="--allow-tcp x.test:22")
+    assert told(Network("allowlist", (), (), ("x.test:22",)), ssh)[0] == allowed[0]
+
+
+def test_no_flag_for_what_is_denied_or_has_no_network() -> None:
+    names = (name("a.test", 443), name("b.test", 443))
+    found = Egress("allowlist", (), ("a.test",), (), names)
+    assert egress.allowing(found) == ["--allow", "b.test"]
+    assert egress.allowing(found._replace(mode="none")) == []
+
+
 def test_what_can_be_pasted_is_quoted_and_meant_for_the_same_daemon() -> None:
     lines = list(why.explained(EVENT._replace(remedy="--allow $(reboot);x"), BOX, "unix:///a b"))
     assert lines[-1] == "  sandbox-cli run --context='unix:///a b' --allow '$(reboot);x' -- CMD"
@@ -277,7 +304,7 @@ def test_egress_as_a_table() -> None:
     assert egress.network(Egress("none", None, (), (), ())) == [("network", ("none",))]
     one = name("x.test", 443)._replace(connections=2, bytes_in=10, bytes_out=2048, last_at="2026-01-02T03:04:05.678Z")
     assert egress.row(one) == (
-        "abcdefgh", "x.test", "443", "denied", "not-listed", "tls", "1", "2", "10 B", "2.0 KiB", "2026-01-02T03:04:05",
+        "abcdefgh", "x.test", "443", "denied", "not-listed", "tls", "1", "2", "10 B", "2.0 KiB", "2026-01-02T03:04:05Z",
     )  # fmt: skip
 
 

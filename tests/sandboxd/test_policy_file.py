@@ -78,7 +78,12 @@ def test_what_it_says(text: str, expected: Policy) -> None:
     ("text", "fault"),
     [
         pytest.param("netwrok: {}", "netwrok: it is not known", id="an unknown key"),
-        pytest.param("network: {default: {alow: []}}", "network.default.alow: it is not known", id="one inside"),
+        pytest.param(
+            "network: {default: {alow: []}}",
+            "network.default.alow: it is not known; known here: allow, allow_tcp, deny, mode", id="one inside",
+        ),
+        pytest.param("network: {may_allow: [*.a.test]}", "what begins with * must be in quotes", id="a bare star"),
+        pytest.param("network: {may_allow: [*a]}", "what begins with * or & must be in quotes", id="a bare alias"),
         pytest.param("{a: &x 1, b: *x}", "line 1: a: anchors and aliases", id="an anchor"),
         pytest.param("a: &x {b: 1}\n<<: *x", "line 2: merge keys", id="a merge key"),
         pytest.param("network: !!map {}", "line 1: network: tags", id="a tag"),
@@ -134,6 +139,11 @@ def test_what_is_refused(text: str | bytes, fault: str) -> None:
     _, faults = parsed(text)
     assert any(fault in line for line in faults), faults
     assert all(line.isprintable() and len(line) < 500 for line in faults)
+
+
+def test_a_list_whose_names_are_all_wrong_is_not_called_empty_too() -> None:
+    _, faults = parsed("network: {default: {allow: [1.2.3.4]}}")
+    assert len(faults) == 1
 
 
 def test_every_fault_is_told(tmp_path: Path) -> None:
