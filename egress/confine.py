@@ -153,13 +153,14 @@ _PLAIN = """
     read write readv writev lseek close dup dup2 dup3 fstat newfstatat pipe pipe2 eventfd2
     poll ppoll select pselect6 epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2
     timerfd_create timerfd_settime timerfd_gettime
-    socketpair connect bind getsockname getpeername getsockopt sendto recvfrom sendmsg recvmsg shutdown
+    connect bind getsockname getpeername getsockopt sendto recvfrom sendmsg recvmsg shutdown
 """
+# No socketpair: half of one, of datagrams, can be connected to any abstract socket of the host.
 _OF_EGRESS = "accept accept4 splice pwrite64 fsync fdatasync"
 # An NSS module reads the host's files, and asks daemons of the host over their sockets.
 _OF_RESOLVER = """
     open openat stat lstat statx access faccessat faccessat2 readlink readlinkat getdents64 getcwd
-    statfs fstatfs pread64 fcntl ioctl flock sendmmsg recvmmsg setsockopt mprotect mmap
+    statfs fstatfs pread64 fcntl ioctl flock sendmmsg recvmmsg setsockopt mprotect mmap socketpair
 """
 # Calls that only somebody else's code would make.
 _NEVER = """

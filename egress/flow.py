@@ -3,12 +3,14 @@
 In: where it was dialled to, its bytes in pieces of any size, what became of the dial. Out: commands for the relay.
 Nothing is dialled before a name was decided by `decide`, and bytes go on as they came or not at all.
 
-    FIRST     the first flight. TLS: the ClientHello's name is decided, then everything passes (OPAQUE).
+    FIRST     the first flight. TLS: the ClientHello's name is decided, then the server is asked (HELLO).
               HTTP: every request is decided (WEB). CONNECT: its target is decided, the guest gets its 200, and what
               comes through is a first flight again, which has to name the same host.
     DIALLING  between Open and opened() or failed().
     WEB       plain HTTP. Requests to the present host go on at once. One to another host waits until the responses
               due have come, is then decided and dialled; one that is refused has its answer after them too.
+    HELLO     TLS, until the server has answered. If it asks for a second hello, that has to name the same; everything
+              else the guest has to say waits so long. Then all of it passes (OPAQUE).
     OPAQUE    TLS, whatever follows a 101, any port other than 80 and 443: passes without us.
     OVER      refused or closed.
 
@@ -37,6 +39,8 @@ __all__ = [
 
 FIRST_BYTES: Final = 17 << 10           # read credit with which a connection to port 80 or 443 begins
 HEAD_MS: Final = 15_000                 # for a later head on its connection, from its first byte
+HELLO_MS: Final = 60_000                # for a server's first words, and a second hello
+MAX_SECOND: Final = tls.MAX_HELLO + (16 << 10)   # held: early data, then a second hello
 MAX_DUE: Final = 64                     # requests sent on before their responses came
 
 UP, DOWN = Direction.UP, Direction.DOWN
@@ -60,6 +64,7 @@ class _Stage(Enum):
     FIRST = auto()
     DIALLING = auto()
     WEB = auto()
+    HELLO = auto()
     OPAQUE = auto()
     OVER = auto()
 
@@ -76,6 +81,9 @@ class Flow:
         self._then = _Stage.OPAQUE              # the stage after DIALLING
         self._tunnel: Ask | None = None         # the CONNECT we are in
         self._hello: tls.Hello | None = None
+        self._named: tls.Outcome | None = None  # what the hello said
+        self._server = tls.Answer()
+        self._again: tls.Again | None = None    # the server wants a second hello
         self._refusal: tuple[Ask, Deny] | None = None
         self._readable = False                  # an HTTP answer of ours would stand where one is expected
         self._method = ""                       # of the request such an answer is to
@@ -104,6 +112,9 @@ class Flow:
             case _Stage.WEB:
                 stream.add(data)
                 return self._requests() if direction is UP else self._responses()
+            case _Stage.HELLO:
+                stream.add(data)
+                return self._second(data) if direction is UP else self._answered(data)
             case _Stage.OPAQUE:
                 return [Send(direction, data), Pass(direction, FREE)]
         return []       # over; or from the upstream before the one being dialled
@@ -118,7 +129,10 @@ class Flow:
                 return self._close(reset=False)
             case _Stage.WEB if not self._held:
                 return self._no_more_requests()
-            case _Stage.OPAQUE:
+            case _Stage.HELLO if direction is DOWN:
+                self._stage = _Stage.OPAQUE
+                return [*self._let_go(DOWN), Finish(DOWN), *self._let_go(UP)]
+            case _Stage.HELLO | _Stage.OPAQUE:
                 return [Finish(direction)]
         return []
 
@@ -126,6 +140,8 @@ class Flow:
         if self._stage is not _Stage.DIALLING:
             return []
         self._stage = self._then
+        if self._stage is _Stage.HELLO:
+            return [Deadline(HELLO_MS), self._down.read()]
         return [self._down.read(), *self._requests()] if self._stage is _Stage.WEB else []
 
     def failed(self, rule: str, why: str, id: str) -> list[Command]:
@@ -152,7 +168,8 @@ class Flow:
             return self._first_request()
         if self._hello is None:
             self._hello = tls.Hello()
-        match self._hello.feed(data):
+        self._named = self._hello.feed(data)
+        match self._named:
             case tls.ServerName(name):
                 ask = Ask(name, self._port, By.CONNECT if self._tunnel else By.TLS)
                 verdict = self._verdict(ask)
@@ -218,10 +235,52 @@ class Flow:
         return self._refuse(ask, verdict) if isinstance(verdict, Deny) else self._open(ask, verdict)
 
     def _open(self, ask: Ask, allow: Allow) -> list[Command]:
-        """Everything passes, behind what has come already."""
-        self.current, self._stage, self._then = ask, _Stage.DIALLING, _Stage.OPAQUE
+        """Everything passes, behind what has come already; with TLS, once the server has answered the hello."""
+        self.current, self._stage = ask, _Stage.DIALLING
         address = "" if ask.name else self._destination.address
-        return [Open(ask.name, address, ask.port, allow, self._up.everything(), FREE, FREE, ask.by)]
+        first = self._up.everything()
+        if self._hello is None:
+            self._then = _Stage.OPAQUE
+            return [Open(ask.name, address, ask.port, allow, first, FREE, FREE, ask.by)]
+        self._then = _Stage.HELLO
+        self._up.buffer += self._hello.behind
+        first = first[: len(first) - len(self._hello.behind)]
+        return [Open(ask.name, address, ask.port, allow, first, 0, 0, ask.by)]
+
+    # TLS, until nothing more is said in the clear
+
+    def _answered(self, data: bytes) -> list[Command]:
+        again = self._server.feed(data)
+        if again is None:
+            return [self._down.read()]
+        if not again:
+            self._stage = _Stage.OPAQUE
+            return [Deadline(0), *self._let_go(DOWN), *self._let_go(UP)]
+        self._again = tls.Again()
+        return [*self._let_go(DOWN), *self._second(bytes(self._up.buffer))]
+
+    def _second(self, data: bytes) -> list[Command]:
+        if self._again is None or self.current is None:
+            return []
+        named = self._again.feed(data)
+        if isinstance(named, tls.NeedMore):
+            if len(self._up.buffer) <= MAX_SECOND:
+                return [self._up.read()]
+            named = tls.Bad("malformed", "There is too much before the second TLS hello.")
+        if named == self._named:
+            self._stage = _Stage.OPAQUE
+            return [Deadline(0), *self._let_go(UP)]
+        name = named.name if isinstance(named, tls.ServerName) else ""
+        why = "The second TLS hello of a connection does not name the server that the first one named."
+        return self._refuse(Ask(name, self._port, self.current.by), Deny("names-disagree", why))
+
+    def _let_go(self, direction: Direction) -> list[Command]:
+        """What is held goes on, and everything behind it."""
+        stream = self._up if direction is UP else self._down
+        held = stream.everything()
+        commands: list[Command] = [Send(direction, held)] if held else []
+        # Where it is not resting it passes behind its next Data.
+        return [*commands, Pass(direction, FREE)] if stream.resting else commands
 
     # Plain HTTP
 

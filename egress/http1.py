@@ -26,10 +26,11 @@ EVERYTHING: Final = 1 << 62             # longer than any connection lives
 _CONTROL: Final = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _REQUEST_LINE: Final = re.compile(rb"([A-Z][A-Z_-]{0,31}) ([!-~\x80-\xff]+) HTTP/1\.([01])")
 _STATUS_LINE: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: .*)?", re.DOTALL)
-_FIELD: Final = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):(?!\t) *(.*?)[ \t]*", re.DOTALL)
+# Nothing here may have two ways to take the same blanks: a failed match would try them all.
+_FIELD: Final = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):(?!\t) *(.*)", re.DOTALL)
 _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
 _PORT: Final = re.compile(rb"[0-9]{1,5}")
-_CHUNK: Final = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t -~]*)?[ \t]*")
+_CHUNK: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t -~]*)?")
 _CHUNK_STRICT: Final = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[!-~]*)?")
 
 
@@ -217,7 +218,7 @@ class _Fields:
             field = _FIELD.fullmatch(line)
             if field is None:
                 raise Malformed("a header line that is none")
-            self._fields.setdefault(field[1].lower(), []).append(field[2])
+            self._fields.setdefault(field[1].lower(), []).append(field[2].rstrip(b" \t"))
 
     def all(self, name: bytes) -> list[bytes]:
         return self._fields.get(name, [])

@@ -32,7 +32,8 @@ from native import relay as data_path
 from native.relay import Accepted, Closed, Data, Ended, Failed, Limits, Opened, Reason, Refused, Relay
 
 ADDRESSES: Final = 16  # tried for one connection
-EVENTS: Final = 256  # handled between two looks at the other descriptors
+EVENTS: Final = 256  # handled between two looks at the other descriptors, within this time and one event's
+WORK_S: Final = 0.01
 MOST_TAKEN: Final = 256  # events the relay gives at a time
 TAKES: Final = 16
 LEAVING_S: Final = 2.0
@@ -167,8 +168,9 @@ class Proxy:
             return
         self._now, self._at = time.monotonic(), time.time()
         connections = self._connections
+        until = self._now + WORK_S
         for _ in range(EVENTS):
-            if not turns:
+            if not turns or time.monotonic() > until:
                 break
             event = turns.next()
             try:

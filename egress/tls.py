@@ -1,7 +1,8 @@
 """The name in a TLS ClientHello, read as the bytes come.
 
 In: a guest's first bytes, in pieces of any size. Out: the server name, or why there is none to go by. Nothing is
-decrypted or changed; whoever feeds keeps the bytes and passes them on.
+decrypted or changed; whoever feeds keeps the bytes and passes them on. A server may ask for a second hello (`Answer`),
+still in the clear, and some go by the name in that one (`Again`).
 
 A record is 1 byte type, 2 bytes version, 2 bytes length, at most 2^14 bytes (RFC 8446 §5.1). The handshake message in
 it is 1 byte type, 3 bytes length, and may go over any number of records. Every length in it has to end exactly where
@@ -20,8 +21,12 @@ MAX_HELLO: Final = 64 << 10             # the handshake message; post-quantum ke
 MAX_RECORDS: Final = 4096               # it may come in; some clients cut it into single bytes on purpose
 MAX_RECORD: Final = 1 << 14
 
-_HANDSHAKE: Final = 0x16                # ContentType, RFC 8446 §5.1
-_CLIENT_HELLO: Final = 1                # HandshakeType, §4
+# ContentType, RFC 8446 §5.1; HandshakeType, §4
+_CHANGE_CIPHER_SPEC, _ALERT, _HANDSHAKE, _APPLICATION_DATA = 0x14, 0x15, 0x16, 0x17
+_CLIENT_HELLO, _SERVER_HELLO = 1, 2
+# The random of a ServerHello that is a HelloRetryRequest, §4.1.3
+_RETRY: Final = bytes.fromhex("cf21ad74e59a6111be1d8c021e65b891c2a211167abb8c5e079e09e2c8a8339c")
+_RETRY_AT: Final = 4 + 2                # in its message
 _SERVER_NAME: Final = 0                 # ExtensionType; its host_name has name type 0 too, RFC 6066 §3
 _HEADER: Final = 5
 
@@ -58,6 +63,8 @@ class Hello:
         self._records = 0
         self._message = bytearray()
         self._outcome: Outcome = NeedMore(_HEADER)
+        self.behind = b""
+        """What came behind the whole hello, in records of their own."""
 
     def feed(self, data: bytes) -> Outcome:
         if isinstance(self._outcome, NeedMore):
@@ -96,9 +103,64 @@ class Hello:
                 if len(self._message) > whole:
                     raise _Fault("something behind it in its record")
                 if len(self._message) == whole:
+                    self.behind = bytes(wire[at:])
                     return _server_name(bytes(self._message))
         del wire[:at]
         return NeedMore(wanted - len(wire))
+
+
+class Answer:
+    """The first words of a server: does it ask for another hello?"""
+
+    def __init__(self) -> None:
+        self._wire = bytearray()        # from the record that is not complete yet
+        self._message = bytearray()     # what complete records held
+
+    def feed(self, data: bytes) -> bool | None:
+        """None: not known yet."""
+        wire = self._wire
+        wire += data
+        while wire:
+            if wire[0] not in (_HANDSHAKE, _ALERT):     # a warning may come before
+                return False
+            if len(wire) < _HEADER:
+                return None
+            size = _HEADER + (wire[3] << 8 | wire[4])
+            part = wire[_HEADER:size] if wire[0] == _HANDSHAKE else b""
+            message = self._message + part
+            if message and message[0] != _SERVER_HELLO:
+                return False
+            if len(message) >= _RETRY_AT + len(_RETRY):
+                return message.startswith(_RETRY, _RETRY_AT)
+            if len(wire) < size:
+                return None
+            self._message = message
+            del wire[:size]
+        return None
+
+
+class Again:
+    """From the first hello to the end of the second. The outcome that is not NeedMore is the last one."""
+
+    def __init__(self) -> None:
+        self._wire = bytearray()
+        self._hello: Hello | None = None
+
+    def feed(self, data: bytes) -> Outcome:
+        if self._hello is not None:
+            return self._hello.feed(data)
+        wire = self._wire
+        wire += data
+        # Clients of old networks say a change of ciphers first, and early data may have been on its way.
+        while wire and wire[0] in (_CHANGE_CIPHER_SPEC, _ALERT, _APPLICATION_DATA):
+            size = _HEADER + (wire[3] << 8 | wire[4]) if len(wire) >= _HEADER else _HEADER
+            if len(wire) < size:
+                return NeedMore(size - len(wire))
+            del wire[:size]
+        if not wire:
+            return NeedMore(_HEADER)
+        self._hello = Hello()
+        return self._hello.feed(bytes(wire))
 
 
 class _Fault(Exception):

@@ -64,7 +64,9 @@ datagrams.bind(("127.0.0.1", 0))
 relayed = socket.create_server(("127.0.0.1", 0))
 relayed.setblocking(False)
 origin = socket.create_server(("127.0.0.1", 0))
-KEPT = [names_file, *(kept.fileno() for kept in (listener, here, there, datagrams, relayed, origin))]
+abstract = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+abstract.bind("")  # the kernel finds a name
+KEPT = [names_file, *(kept.fileno() for kept in (listener, here, there, datagrams, relayed, origin, abstract))]
 
 
 def client_hello(name: str) -> bytes:
@@ -296,6 +298,14 @@ def listen_on_a_port() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
+
+
+@attempt
+def datagrams_to_an_abstract_socket() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with one, other:
+        one.connect(abstract.getsockname())
+        one.send(b"x")
 
 
 @attempt

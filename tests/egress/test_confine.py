@@ -90,6 +90,7 @@ LOST_TO_EGRESS = """
     memory that runs
     memory made to run
     a socket: unix
+    datagrams to an abstract socket
     a socket: route
     attach a filter to a socket
 """
@@ -102,6 +103,7 @@ LEFT_TO_THE_RESOLVER = """
     a socket: TCP over IPv6
     a socket: UDP
     a socket: unix
+    datagrams to an abstract socket
     a socket: route
 """
 REFUSED = {"EPERM", "EACCES", "EROFS"}

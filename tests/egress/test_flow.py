@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from egress.flow import FREE, HEAD_MS, Close, Destination, Direction, Flow, Open, Read, Refuse, Send
+from egress.flow import (
+    FREE,
+    HEAD_MS,
+    HELLO_MS,
+    Close,
+    Deadline,
+    Destination,
+    Direction,
+    Flow,
+    Open,
+    Pass,
+    Read,
+    Refuse,
+    Send,
+)
 from egress.policy import Allow, Ask, By, Decider, Mode, Policy
 from tests.egress.hello import extension, hello, message, openssl, records, server_name
 from tests.egress.relayed import LISTED, Relayed
@@ -44,14 +60,98 @@ def hosts(relayed: Relayed) -> list[str]:
 
 def test_a_tls_connection_passes_whole_once_its_name_is_allowed() -> None:
     flow = Flow(Destination("198.18.0.1", 443, "allowed.test"), Decider(LISTED).decide, False)
-    first = hello() + b"early"
     assert flow.start() == []
-    assert flow.data(UP, first) == [
-        Open("allowed.test", "", 443, Allow("allow allowed.test", False), first, FREE, FREE, By.TLS)
+    assert flow.data(UP, hello() + b"early") == [
+        Open("allowed.test", "", 443, Allow("allow allowed.test", False), hello(), 0, 0, By.TLS)
     ]
     assert flow.current == Ask("allowed.test", 443, By.TLS)
-    assert flow.opened() == []
-    assert flow.data(DOWN, b"late")[0] == Send(DOWN, b"late")
+    assert flow.opened() == [Deadline(HELLO_MS), Read(DOWN, 16 << 10)]
+    assert flow.data(DOWN, SERVER_HELLO) == [
+        Deadline(0), Send(DOWN, SERVER_HELLO), Pass(DOWN, FREE), Send(UP, b"early"), Pass(UP, FREE),
+    ]  # fmt: skip
+
+
+def server_hello(random: bytes) -> bytes:
+    body = b"\3\3" + random + b"\0\x13\1\0"
+    return b"\x16\3\3" + (len(body) + 4).to_bytes(2, "big") + b"\2" + len(body).to_bytes(3, "big") + body
+
+
+SERVER_HELLO = server_hello(b"s" * 32)
+RETRY = server_hello(hashlib.sha256(b"HelloRetryRequest").digest())
+CHANGE = b"\x14\3\3\0\1\1"
+EARLY = b"\x17\3\3\0\5early"
+WARNING = b"\x15\3\3\0\2\1\x70"
+
+
+@pytest.mark.parametrize("piece", [1 << 16, 1])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(SERVER_HELLO, id="taken"),
+        pytest.param(WARNING + SERVER_HELLO, id="taken with a warning"),
+        pytest.param(b"\x15\3\3\0\2\2\x28\x17", id="not taken"),
+        pytest.param(b"HTTP/1.1 400 -\r\n\r\n", id="no TLS"),
+        pytest.param(b"\x16\3\3\0\4\0\0\0\0", id="another message"),
+    ],
+)
+def test_once_a_server_has_answered_a_hello_everything_passes(answer: bytes, piece: int) -> None:
+    relayed = Relayed(port=443, piece=piece).guest(hello() + CHANGE + EARLY)
+    assert relayed.received == [hello()] and relayed.deadline == HELLO_MS
+    relayed.server(answer + b"and more").guest(hello(b"other.test") * 2)
+    assert relayed.to_guest == answer + b"and more" and not relayed.closed
+    assert relayed.received == [hello() + CHANGE + EARLY + hello(b"other.test") * 2] and relayed.deadline == 0
+
+
+@pytest.mark.parametrize("piece", [1 << 16, 1])
+@pytest.mark.parametrize("between", [b"", CHANGE, EARLY + EARLY + CHANGE])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_second_hello_has_to_name_the_same_server(at_once: bool, between: bytes, piece: int) -> None:
+    for second, passes in (
+        (hello(), True),
+        (records(hello()[5:], 7), True),
+        (hello(b"ALLOWED.test"), True),
+        (hello(b"other.test"), False),
+        (hello(b"second.test"), False),
+        (records(hello(b"other.test")[5:], 7), False),
+        (openssl(None), False),
+        (b"\x16\3\3\0\4\x0b\0\0\0", False),
+        (b"\x80\x2e\1\3\1", False),
+    ):
+        relayed = Relayed(port=443, piece=piece)
+        if at_once:
+            relayed.guest(hello() + between + second).server(RETRY)
+        else:
+            relayed.guest(hello()).server(RETRY).guest(between + second)
+        assert len(relayed.opens) == 1
+        if passes:
+            assert relayed.to_guest == RETRY
+            relayed.server(SERVER_HELLO).guest(b"more")
+            assert relayed.received == [hello() + between + second + b"more"] and relayed.deadline == 0
+        else:
+            assert (relayed.rule, relayed.closed, relayed.received) == ("names-disagree", "reset", [hello()])
+
+
+def test_where_all_is_open_a_second_hello_does_not_bring_a_name() -> None:
+    for policy in (OPEN, OPEN_BUT):
+        relayed = Relayed(policy, port=443, name="allowed.test").guest(openssl(None)).server(RETRY)
+        assert relayed.guest(hello(b"other.test")).rule == "names-disagree"
+        nameless = openssl(None)
+        relayed = Relayed(policy, port=443, name="allowed.test").guest(nameless).server(RETRY)
+        assert relayed.guest(nameless).received == [nameless * 2]
+
+
+def test_what_is_held_for_a_second_hello_is_bounded() -> None:
+    relayed = Relayed(port=443).guest(hello()).server(RETRY)
+    for _ in range(40):
+        relayed.guest(b"\x17\3\3\x40\0" + bytes(1 << 14))
+    assert (relayed.rule, relayed.closed) == ("names-disagree", "reset")
+
+
+def test_either_end_may_leave_between_the_hellos() -> None:
+    relayed = Relayed(port=443).guest(hello() + EARLY).server(RETRY[:9]).server_ends()
+    assert relayed.to_guest == RETRY[:9] and relayed.guest_finished and relayed.received == [hello() + EARLY]
+    relayed = Relayed(port=443).guest(hello()).server(RETRY).guest(CHANGE).guest_ends()
+    assert relayed.finished == [True] and relayed.received == [hello()]
 
 
 @pytest.mark.parametrize("piece", [5, 1])
@@ -464,11 +564,12 @@ def test_an_idle_connection_ends_with_either_end() -> None:
 @pytest.mark.parametrize("port", [80, 443])
 def test_connect_is_answered_and_what_comes_through_it_is_dialled(piece: int, port: int) -> None:
     relayed = Relayed(port=port, piece=piece, name="", address="172.16.0.1").guest(connect() + hello() + b"early")
-    assert hosts(relayed) == ["allowed.test:443"] and relayed.received == [hello() + b"early"]
+    assert hosts(relayed) == ["allowed.test:443"] and relayed.received == [hello()]
     assert relayed.to_guest == ESTABLISHED
+    assert relayed.server(SERVER_HELLO).received == [hello() + b"early"]
     assert relayed.asked[0] == Ask("allowed.test", 443, By.CONNECT)
     relayed.server(b"\x16answer").guest_ends()
-    assert relayed.to_guest == ESTABLISHED + b"\x16answer" and relayed.finished == [True]
+    assert relayed.to_guest == ESTABLISHED + SERVER_HELLO + b"\x16answer" and relayed.finished == [True]
 
 
 def test_nothing_is_dialled_for_a_connect_alone() -> None:

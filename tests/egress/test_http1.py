@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from egress.http1 import (
@@ -395,3 +397,19 @@ def test_the_limit_is_64_kib() -> None:
     assert read(lines(GET, HOST, "X: " + "a" * room)) is not None
     with pytest.raises(Malformed):
         read(lines(GET, HOST, "X: " + "a" * (room + 1)))
+
+
+@pytest.mark.parametrize("blanks", [b" ", b"\t", b" \t"])
+def test_blanks_without_end_cost_no_more_than_their_bytes(blanks: bytes) -> None:
+    line = b"X: a" + blanks * (60_000 // len(blanks)) + b"b"
+    began = time.process_time()
+    assert read(lines(GET, HOST, line)) is not None
+    assert response(lines("HTTP/1.1 200 OK", "Content-Length: 1", line), "GET").body == 1
+    with pytest.raises(Malformed):
+        Body(Ends.CHUNKED, strict=False).take(bytearray(b"0;" + blanks * (1000 // len(blanks)) + b"\xff\r\n"), 0)
+    assert time.process_time() - began < 0.5
+
+
+def test_blanks_around_a_value_are_not_part_of_it() -> None:
+    found = read(lines(GET, "Host:  allowed.test \t ", "Content-Length: 0\t"))
+    assert found is not None and found[0].name == "allowed.test"

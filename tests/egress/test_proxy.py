@@ -364,6 +364,25 @@ def test_a_slow_reader_gets_every_byte_and_costs_no_memory(rig: Rig, sandbox: Sa
     assert most - before < 16_000
 
 
+def test_what_is_dear_to_read_holds_up_neither_the_daemon_nor_a_neighbour(rig: Rig, sandbox: Sandbox) -> None:
+    """Bodies in chunks of one byte: nothing costs more time for what it holds."""
+    body = b"POST / HTTP/1.1\r\nHost: allowed.test\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 2700
+    other = rig.sandbox(policy("allowed.test"))
+    slowest = 0.0
+    with contextlib.ExitStack() as open_:
+        streams = [open_.enter_context(other.dial(ANYWHERE, 80)) for _ in range(250)]
+        for stream in streams:
+            stream.setblocking(False)
+            stream.send(body)
+        for _ in range(10):
+            began = time.monotonic()
+            rig.call("hello")
+            assert looked_up(sandbox, "allowed.test").startswith("198.18.")
+            slowest = max(slowest, time.monotonic() - began)
+    other.close()
+    assert slowest < 0.8
+
+
 # Parts that go away
 
 

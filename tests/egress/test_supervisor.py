@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -283,6 +286,19 @@ async def test_processes_of_another_instance_are_left_alone(daemon: Daemon) -> N
         await daemon.supervisor().end()
         assert other.pids("egress") == before
     await other.supervisor().end()
+
+
+def test_a_setuid_program_that_somebody_started_is_none_of_ours() -> None:
+    program, mark = (sys.executable, "-I", "-c", "input()"), f"/sandboxd/{new_instance()}/egress/resolver"
+    for real, ours in ((0, 1), (UIDS[1] + 1, 0)):
+        with subprocess.Popen(
+            [*program, mark], stdin=subprocess.PIPE, preexec_fn=functools.partial(os.setresuid, real, 0, 0)
+        ) as process:
+            found = list(supervisor.marked(program, mark, UIDS[1]))
+            process.communicate(b"\n", timeout=10)
+        assert len(found) == ours
+        for pidfd in found:
+            os.close(pidfd)
 
 
 @pytest.mark.parametrize(
