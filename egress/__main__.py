@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import Final
 
 from egress import confine
@@ -105,6 +106,10 @@ def main(arguments: list[str]) -> int:
     _mark, build, uid, root = arguments
     for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
         signal.signal(ignored, signal.SIG_IGN)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):  # root may raise it, in most places
+        files = max(files, _PAIRS_MOST * _FDS_A_PAIR + _FDS_ASIDE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_LOG_BYTES, _LOG_BYTES))

@@ -36,6 +36,7 @@ FRAME_LIMIT = 4 << 20
 FDS_LIMIT = 16
 EVENTS_LIMIT = 8192
 TEXT_LIMIT = 512  # of a field of an event, in characters
+TIME_LIMIT = 1e11  # seconds since the epoch; a calendar has no name for much later ones
 
 DENIED, ALLOWED, LOST = "denied", "allowed", "lost"
 
@@ -92,20 +93,32 @@ class Event:
             raise Fault("an event without its keys")
         for key, kind in _EVENT_TYPES.items():
             field = value[key]
-            if kind == "str":
-                fits = isinstance(field, str) and len(field) <= TEXT_LIMIT
-            elif kind == "int":
-                fits = type(field) is int and 0 <= field < 1 << 63
-            else:
-                fits = type(field) in (int, float) and 0 <= field < 1e12
-            if not fits:
+            if not _fits(field, kind):
                 raise Fault(f"an event whose {key} is wrong")
         if value["kind"] not in (DENIED, ALLOWED, LOST):
             raise Fault("an event of no known kind")
         return cls(**value)
 
 
+def _fits(field: Any, kind: str) -> bool:
+    if kind == "str":
+        return isinstance(field, str) and len(field) <= TEXT_LIMIT
+    if kind == "int":
+        return type(field) is int and 0 <= field < 1 << 63
+    return type(field) in (int, float) and 0 <= field < TIME_LIMIT
+
+
+def is_row(value: Mapping[str, object]) -> bool:
+    """Whether it is exactly a row of a report."""
+    return value.keys() == _ROW_TYPES.keys() and all(_fits(value[key], kind) for key, kind in _ROW_TYPES.items())
+
+
 _EVENT_TYPES: dict[str, str] = {field: str(kind) for field, kind in Event.__annotations__.items()}
+
+
+_NUMBERS = ("port", "count", "connections", "bytes_in", "bytes_out")
+_TIMES = ("first_at", "last_at")
+_ROW_TYPES = {key: "int" if key in _NUMBERS else "float" if key in _TIMES else "str" for key in ROW}
 
 
 def pack(body: Mapping[str, object], fds: int = 0) -> bytes:

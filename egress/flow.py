@@ -45,6 +45,7 @@ MAX_DUE: Final = 64                     # requests sent on before their response
 
 UP, DOWN = Direction.UP, Direction.DOWN
 
+_MORE_REQUESTS: Final = (b"h2", b"http/", b"tls/")     # what may be switched to and has names of its own
 _TLS: Final = 0x16                      # the first byte of a handshake record
 _STATUS: Final = {"malformed": 400, "names-disagree": 400, "no-name": 400}
 _REASONS: Final = {400: "Bad Request", 403: "Forbidden", 502: "Bad Gateway"}
@@ -95,6 +96,11 @@ class Flow:
         self._last = False                      # that response is the last of this connection
         self._held = False                      # the next request waits for the responses due
         self._clock = False                     # a deadline for a head runs
+
+    @property
+    def held(self) -> int:
+        """Bytes that are kept until more have come."""
+        return len(self._up.buffer) + len(self._down.buffer)
 
     def start(self) -> list[Command]:
         if self._port in WEB_PORTS:
@@ -399,7 +405,7 @@ class Flow:
     def _switch(self, response: http1.Response) -> list[Command]:
         """101: another protocol from here on."""
         asked = self._due[0].upgrade
-        if not asked or any(token.strip().startswith((b"h2c", b"http/")) for token in response.upgrade.split(b",")):
+        if not asked or any(token.strip().startswith(_MORE_REQUESTS) for token in response.upgrade.split(b",")):
             why = "The server went over to a protocol in which requests could not be told apart."
             self._readable = len(self._due) == 1
             return self._down.send() + self._refuse(Ask("", self._port, By.HTTP), Deny("malformed", why))

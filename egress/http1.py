@@ -34,6 +34,10 @@ _CHUNK: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t -~]*)?")
 _CHUNK_STRICT: Final = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[!-~]*)?")
 
 
+# No client needs one, and some servers take what is in it for the next request (RFC 9110 §9.3.1, §9.3.2, §9.3.8).
+_BODILESS: Final = ("GET", "HEAD", "TRACE", "CONNECT")
+
+
 class Malformed(Exception):
     def __init__(self, why: str, rule: str = "malformed", name: str = "") -> None:
         super().__init__(why)
@@ -122,9 +126,9 @@ def request(head: bytes) -> Request:
         raise Malformed("more than one Host line", "names-disagree")
     tokens = fields.tokens(b"connection")
     body = _request_body(fields, old)
+    if method in _BODILESS and body != 0:
+        raise Malformed(f"{method} with a body")
     if method == "CONNECT":
-        if body != 0:
-            raise Malformed("CONNECT with a body")
         name, port = _authority(target)
         if port is None:
             raise Malformed("CONNECT without a port", name=name)
@@ -137,7 +141,9 @@ def request(head: bytes) -> Request:
         scheme, _, rest = target.partition(b"://")
         if scheme.lower() != b"http":
             raise Malformed("a target that is neither a path nor an http URL")
-        name, port = _authority(re.split(rb"[/?#]", rest, maxsplit=1)[0])
+        if b"#" in rest:                # nobody may send one, and not everybody ends the host there
+            raise Malformed("a fragment in the target")
+        name, port = _authority(re.split(rb"[/?]", rest, maxsplit=1)[0])
         port = port or 80
         host, host_port = _authority(hosts[0] if hosts else b"")
         if (host, host_port or 80) != (name, port):

@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Final
 
@@ -36,8 +37,9 @@ EVENTS: Final = 256  # handled between two looks at the other descriptors, withi
 WORK_S: Final = 0.01
 MOST_TAKEN: Final = 256  # events the relay gives at a time
 TAKES: Final = 16
+SHARES: Final = 4  # so many sandboxes at least have a part of the connections that there can be
 LEAVING_S: Final = 2.0
-EARLY_BYTES: Final = 16 << 20  # of one sandbox, on connections without a decision
+EARLY_BYTES: Final = 16 << 20  # of one sandbox: undecided, or part of a message that is not whole
 
 _WAY: Final = (data_path.Direction.UP, data_path.Direction.DOWN)
 _FLOW_WAY: Final = (flow.Direction.UP, flow.Direction.DOWN)
@@ -75,7 +77,8 @@ class Proxy:
                 raise ValueError("this sandbox is here already")
             sandbox = Sandbox(id, self._next, policy, names_fd)
             proxy.setblocking(False)
-            self._relay.listen(sandbox.number, proxy.fileno(), limits)
+            pairs = min(limits.pairs, max(1, self._relay.max_pairs // SHARES))
+            self._relay.listen(sandbox.number, proxy.fileno(), replace(limits, pairs=pairs))
         except BaseException:
             udp.close()
             tcp.close()
@@ -183,9 +186,7 @@ class Proxy:
                 elif (connection := connections.get(event.pair)) is None:
                     continue
                 elif isinstance(event, Data):
-                    if connection.ask is None and self._is_too_early(connection, len(event.data)):
-                        continue
-                    self._apply(connection, connection.flow.data(_FLOW_WAY[event.direction], event.data))
+                    self._data(connection, event)
                 elif isinstance(event, Opened):
                     self._opened(connection, event)
                 elif isinstance(event, Ended):
@@ -244,14 +245,22 @@ class Proxy:
             why = "The sandbox has as many connections open as it may; further ones are refused."
             self._ledger.denied(sandbox.id, "", 0, "too-many-connections", "", why, self._at, event.count)
 
-    def _is_too_early(self, connection: Connection, size: int) -> bool:
-        """Ends the connection where its sandbox holds too much memory for connections nobody has decided about."""
-        sandbox = connection.sandbox
-        connection.early += size
-        sandbox.early += size
-        if sandbox.early <= EARLY_BYTES:
+    def _data(self, connection: Connection, event: Data) -> None:
+        told = connection.flow
+        if connection.ask is None and self._is_too_early(connection, connection.early + len(event.data)):
+            return
+        self._apply(connection, told.data(_FLOW_WAY[event.direction], event.data))
+        if connection.ask is not None and told.held != connection.early:
+            self._is_too_early(connection, told.held)
+
+    def _is_too_early(self, connection: Connection, held: int) -> bool:
+        """Ends the connection where it holds more than before, and its sandbox more than it may."""
+        sandbox, more = connection.sandbox, held - connection.early
+        connection.early = held
+        sandbox.early += more
+        if more <= 0 or sandbox.early <= EARLY_BYTES:
             return False
-        why = "The sandbox has more bytes waiting on undecided connections than it may."
+        why = "The sandbox has more bytes waiting on its connections than it may."
         self._ledger.denied(sandbox.id, "", connection.port, "too-many-connections", "", why, self._at)
         self._cut(connection)
         return True

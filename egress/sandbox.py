@@ -34,7 +34,7 @@ class Connection:
         self.held: list[flow.Command] = []  # what comes after it
         self.found: Waiter | None = None  # who waits for them
         self.decider = sandbox.decider  # that allowed it
-        self.early = 0  # bytes that came before there was a decision
+        self.early = 0  # bytes that came before there was a decision; later those that wait for the rest of a head
         self.counted: tuple[str, int] | None = None  # in the ledger, since it was open
 
 

@@ -140,6 +140,7 @@ class Relay:
     """`max_pairs` is for all sandboxes together. `fd` is readable while events wait."""
 
     def __init__(self, threads: int, max_pairs: int) -> None:
+        self.max_pairs = max_pairs
         handle = ffi.new("struct relay **")
         step = ffi.new("int *")
         _checked(lib.relay_start(threads, max_pairs, handle, step), step)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from egress.control import DENIED, LOST, ROW, Event
+from egress.control import DENIED, LOST, Event, is_row
 
 FILE = "egress.jsonl"
 MAX_BYTES = 8 << 20
@@ -126,7 +126,7 @@ class EventFile:
 
 def decision(sandbox: str, row: Mapping[str, object]) -> Decision | None:
     """A row of egress's own report; None for one that is not what it should be."""
-    if row.keys() != set(ROW):
+    if not is_row(row):
         return None
     fields: dict[str, Any] = dict(row)
     return Decision(kind=fields.pop("decision"), sandbox=sandbox, **fields)

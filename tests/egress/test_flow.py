@@ -525,6 +525,8 @@ def test_what_follows_a_wish_to_upgrade_waits_for_the_answer() -> None:
     [
         pytest.param(get(), SWITCHED, id="a 101 nobody asked for"),
         pytest.param(UPGRADE, SWITCHED.replace(b"websocket", b"h2c"), id="HTTP/2 without TLS"),
+        pytest.param(UPGRADE, SWITCHED.replace(b"websocket", b"TLS/1.2, HTTP/1.1"), id="TLS on the same port"),
+        pytest.param(UPGRADE, SWITCHED.replace(b"websocket", b"TLS/1.0"), id="TLS and nothing said of what is in it"),
         pytest.param(UPGRADE, SWITCHED.replace(b"websocket", b"websocket, H2C"), id="HTTP/2 in a list"),
         pytest.param(UPGRADE, SWITCHED.replace(b"websocket", b"HTTP/2.0"), id="HTTP/2 by another name"),
     ],

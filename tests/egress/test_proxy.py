@@ -11,7 +11,9 @@ import socket
 import subprocess
 import threading
 import time
+import types
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
@@ -38,6 +40,7 @@ from tests.egress.rig import (
 from tests.world import world as places
 from tests.world.hello import hello
 from tests.world.origin import Request, quiet
+from tests.world.world import World
 
 ALLOWED = hello("allowed.test")
 GET = b"GET / HTTP/1.1\r\nHost: allowed.test\r\n\r\n"
@@ -77,6 +80,17 @@ def test_both_processes_have_no_power_left_and_serve(rig: Rig, sandbox: Sandbox)
 
 
 # The daemon's verbs
+
+
+def test_a_low_limit_of_descriptors_lets_no_sandbox_starve_the_others(rig: Rig) -> None:
+    prefix = [*rig.world.host.prefix, "prlimit", "--nofile=1024:1024"]
+    world = types.SimpleNamespace(host=types.SimpleNamespace(prefix=prefix))
+    with open_rig(cast(World, world)) as few, contextlib.ExitStack() as open_:
+        hog, other = few.sandbox(policy("allowed.test")), few.sandbox(policy("allowed.test"))
+        for _ in range(300):
+            with contextlib.suppress(OSError):
+                open_.enter_context(hog.dial(ANYWHERE, 443)).send(b"\x16")
+        assert hello_passes(other, "allowed.test")
 
 
 def test_hello_says_who_it_is(rig: Rig, sandbox: Sandbox) -> None:
@@ -381,6 +395,26 @@ def test_what_is_dear_to_read_holds_up_neither_the_daemon_nor_a_neighbour(rig: R
             slowest = max(slowest, time.monotonic() - began)
     other.close()
     assert slowest < 0.8
+
+
+def test_heads_without_an_end_cost_so_much_memory_and_no_more(rig: Rig, sandbox: Sandbox) -> None:
+    def half(asked: Request) -> None:
+        asked.stream.sendall(b"HTTP/1.1 200 -\r\nX: " + b"x" * 60_000)
+        time.sleep(20)
+
+    other = rig.sandbox(policy("second.test"))
+    rig.world.origin.answers["second.test"] = half
+    before = memory_kb(rig.egress)
+    with contextlib.ExitStack() as open_:
+        for _ in range(450):
+            stream = open_.enter_context(other.dial(ANYWHERE, 80))
+            stream.sendall(GET.replace(b"allowed", b"second"))
+        event = rig.wait_event(lambda event: event.sandbox == other.id and event.rule == "too-many-connections", 20)
+        assert "bytes waiting" in event.why
+        assert memory_kb(rig.egress) - before < 60_000
+        assert hello_passes(sandbox, "allowed.test")
+    del rig.world.origin.answers["second.test"]
+    other.close()
 
 
 # Parts that go away

@@ -113,7 +113,13 @@ def test_two_ids_for_one_thing_are_one_row() -> None:
 
 
 def test_a_row_of_a_report() -> None:
-    row: dict[str, object] = dict.fromkeys(ROW, 0) | {"id": "abcdefg2", "decision": "denied", "name": "x.test"}
+    texts = {"id": "abcdefg2", "decision": "denied", "name": "x.test", "rule": "not-listed", "by": "dns", "why": ""}
+    row: dict[str, object] = dict.fromkeys(ROW, 0) | texts
     found = decision("sbx_a", row)
     assert found is not None and (found.kind, found.sandbox, found.id) == ("denied", "sbx_a", "abcdefg2")
     assert decision("sbx_a", row | {"more": 1}) is None and decision("sbx_a", {}) is None
+    for key, value in (
+        ("name", ["x.test"]), ("name", "x" * 513), ("rule", None), ("port", "443"), ("port", True), ("count", -1),
+        ("bytes_in", 1 << 63), ("last_at", "1"), ("last_at", float("nan")), ("first_at", 1e11), ("last_at", -1.0),
+    ):  # fmt: skip
+        assert decision("sbx_a", row | {key: value}) is None
