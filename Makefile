@@ -27,11 +27,14 @@ APT := qemu-system-x86 bubblewrap mmdebstrap e2fsprogs erofs-utils lz4 xz-utils 
 # Sanitizer and fuzzing builds use clang; a user who only runs the demo does not need it.
 APT_TEST := $(APT) clang llvm libclang-rt-14-dev cpio openssh-client openssh-server curl musl-tools
 
+# What the benchmarks stand beside. Its services are not started.
+APT_BENCH := haproxy nginx-light libnginx-mod-stream
+
 CFLAGS_HARD := -std=c11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -D_FORTIFY_SOURCE=2
 LDFLAGS_HARD := -Wl,-z,relro,-z,now
 PROGRAMS := $(BUILD)/sandbox-vsock $(BUILD)/guest-init $(BUILD)/guest-exec
 
-.PHONY: help demo test lint bench bench-check soak fuzz clean setup apt apt-test assets programs sanitizers
+.PHONY: help demo test lint bench bench-check soak fuzz clean setup apt apt-test apt-bench apt-bench-install assets programs sanitizers
 
 help:
 	@sed -n 's/^\(demo\|test\|lint\|bench\|bench-check\|soak\|fuzz\|clean\|assets\):.*## /  make \1 - /p' Makefile
@@ -47,11 +50,11 @@ lint: $(VENV)/ready ## ruff and mypy (strict)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 
-bench: setup assets ## all benchmarks, or a part with ONLY=name; figures in bench/out/latest.json
+bench: setup apt-bench assets ## all benchmarks, or a part with ONLY=name; figures in bench/out/latest.json
 	$(PY) bench/run.py $(if $(ONLY),--only $(ONLY)) $(if $(SHORT),--short)
 
 # With SHORT=1 it first takes rough figures, and a ratio may be twice as bad as its floor.
-bench-check: setup assets ## compare the figures of `make bench` with the floors in bench/pins.toml
+bench-check: setup apt-bench assets ## compare the figures of `make bench` with the floors in bench/pins.toml
 	$(if $(SHORT),$(PY) bench/run.py --short)
 	$(PY) bench/check.py $(if $(SHORT),--factor 2)
 
@@ -89,6 +92,17 @@ apt:
 
 apt-test: apt
 	$(call apt_install,$(APT_TEST))
+
+# Debian starts a service as it installs it, unless there is a policy against that (invoke-rc.d(8)).
+apt-bench: apt
+	@policy=/usr/sbin/policy-rc.d; \
+	if [ "$$(id -u)" = 0 ] && [ ! -e $$policy ] && ! dpkg-query -W $(APT_BENCH) >/dev/null 2>&1; then \
+	    printf '#!/bin/sh\nexit 101\n' > $$policy; chmod 755 $$policy; trap "rm -f $$policy" EXIT; \
+	    $(MAKE) -s apt-bench-install; \
+	else $(MAKE) -s apt-bench-install; fi
+
+apt-bench-install:
+	$(call apt_install,$(APT_BENCH))
 
 $(VENV)/ready: requirements.lock pyproject.toml setup.py native/build.py $(wildcard native/*.h native/*.c) | apt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
