@@ -14,7 +14,8 @@ from tests.world.world import World, missing, open_world
 
 # What the shared sandbox may reach. Not on it: other.test, sub.allowed.test and the rest of the world's names.
 ALLOWED = (
-    "allowed.test", "second.test", "lan.test", "rebound.test", "both.test", "git.test", "index.test", "*.wild.test",
+    "allowed.test", "second.test", "lan.test", "rebound.test", "*.rebound.test", "both.test", "git.test", "index.test",
+    "*.wild.test",
 )  # fmt: skip
 ALLOWED_TCP = ("git.test:22", "db.test:5432")
 

@@ -123,10 +123,11 @@ REFUSED = [
 
 @pytest.mark.parametrize("script", REFUSED)
 def test_what_is_not_allowed_fails_within_a_second_and_names_it(guest: Guest, script: str) -> None:
-    """From the first question for the name to the program's own end, at best of three: what it takes to start, and what
-    else this machine does, is not the refusal's."""
-    took = 60.0
-    for _ in range(3):
+    """From the first question for the name to the last packet: nothing is waited for and nothing tried again. What a
+    program takes to start and to end under emulation is not the refusal's; two that do little besides end in time."""
+    quick = script.startswith(("curl", "git"))
+    whole = 60.0
+    for _ in range(3 if quick else 1):
         with guest.link() as link:
             process = guest.daemon.client.start(guest.id, ["sh", "-c", script], env=guest.env, cwd=HOME)
             pieces = list(guest.daemon.client.output(guest.id, process.pid))
@@ -134,10 +135,12 @@ def test_what_is_not_allowed_fails_within_a_second_and_names_it(guest: Guest, sc
         said = b"".join(piece.data for piece in pieces).decode()
         assert pieces[-1].exit_code != 0
         assert "other.test" in said
-        took = min(took, ended - next(packet.at for packet in link.packets if packet.port == 53))
-        if took < 1:
+        asked = next(packet.at for packet in link.packets if packet.port == 53)
+        assert link.packets[-1].at - asked < 1
+        whole = min(whole, ended - asked)
+        if whole < 1:
             return
-    raise AssertionError(f"{took:.2f} s")
+    assert not quick, f"{whole:.2f} s"
 
 
 def test_a_refusal_says_who_can_allow_it_and_its_id_leads_to_the_command(guest: Guest, networked: Daemon) -> None:
@@ -286,17 +289,28 @@ def test_an_update_holds_at_once_and_cuts_what_it_forbids(guest: Guest, world: W
 
 
 def test_a_name_denied_a_moment_ago_works_within_a_second_of_being_allowed(guest: Guest) -> None:
-    """The negative answer is not remembered by anybody."""
-    script = "until curl -sS -o /dev/null https://other.test/ 2>/dev/null; do :; done; echo reached"
-    running = guest.daemon.client.start(guest.id, ["sh", "-c", script], env=guest.env, cwd=HOME)
-    time.sleep(2)
+    """The negative answer is not remembered by anybody, in one process."""
+    script = (
+        "import socket\n"
+        "for n in range(10**6):\n"
+        "    try:\n"
+        "        socket.create_connection(('other.test', 443))\n"
+        "    except OSError:\n"
+        "        if n == 5:\n"
+        "            print('denied', flush=True)\n"
+        "    else:\n"
+        "        print('reached', flush=True)\n"
+        "        break\n"
+    )
+    running = guest.daemon.client.start(guest.id, ["python3", "-c", script])
+    output = guest.daemon.client.output(guest.id, running.pid)
+    assert next(output).data == b"denied\n"
     guest.allow(*ALLOWED, "other.test", tcp=ALLOWED_TCP)
     changed = time.monotonic()
-    pieces = list(guest.daemon.client.output(guest.id, running.pid))
+    assert next(output).data == b"reached\n"
     took = time.monotonic() - changed
     guest.allow(*ALLOWED, tcp=ALLOWED_TCP)
-    assert b"".join(piece.data for piece in pieces) == b"reached\n"
-    assert took < 2, "a second, and what curl takes to start under emulation"
+    assert took < 1
 
 
 def test_the_command_line_changes_it_too(guest: Guest, networked: Daemon) -> None:

@@ -88,15 +88,22 @@ def insisting(guest: Guest, for_s: float) -> Iterator[tuple[Process, Capture]]:
     allowed = [[place.PUBLIC, 80, encoded(get("allowed.test")), "HTTP/1.1 200"]]
     process = guest.begin({"do": "insist", "forbidden": rows, "allowed": allowed, "for_s": for_s, "stop": stop})
     with guest.world.uplink() as uplink:
-        time.sleep(1)
+        fetched(uplink)
         yield process, uplink
-        time.sleep(1)
+        fetched(uplink)
         guest.run("touch", stop)
         figures = guest.finish(process).figures
         assert uplink.outgoing(FORBIDDEN) == [], figures
-        assert uplink.outgoing(place.PUBLIC, 80), "the allowed went the same way"
         assert figures["breaches"] == 0 and figures["tries"] > 10, figures
-        assert figures["fetched"] > 3, figures
+        assert figures["fetched"] > 0, figures
+
+
+def fetched(uplink: Capture) -> None:
+    """Waits until the guest has been through all its attempts once more, to the allowed one."""
+    before, deadline = len(uplink.outgoing(place.PUBLIC, 80)), time.monotonic() + 60
+    while len(uplink.outgoing(place.PUBLIC, 80)) <= before + 20:
+        assert time.monotonic() < deadline, "the allowed does not get out"
+        time.sleep(0.1)
 
 
 def works_again(guest: Guest, timeout_s: float = 30) -> int:
