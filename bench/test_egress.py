@@ -29,8 +29,8 @@ from egress.policy import Mode, Policy
 
 UIDS = (61300, 61301)       # nobody's
 ROUNDS = 2 if SHORT else 5
-BULK_MS = 1000 if SHORT else 3000
-RATE_MS = 1000 if SHORT else 2000
+BULK_MS = 1000 if SHORT else 2000
+RATE_MS = 500 if SHORT else 1000
 SANDBOX = "sbx_0123456789abcdef"
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make namespaces")
