@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 Inside = Callable[[Callable[[], socket.socket]], socket.socket]     # runs what it is given in a namespace
@@ -28,12 +28,16 @@ class Packet(NamedTuple):
     source: str
     target: str
     port: int
+    source_port: int = 0
+    begins: bool = False    # TCP's first packet of a connection
 
 
 class Capture:
-    """Sees an interface from its start to `close`; `outgoing` says what left by it."""
+    """Sees an interface from its start to `close`; `outgoing` says what left by it. `own` are addresses of ours:
+    connections from there that were begun before the start may still have something to say, and do not count."""
 
-    def __init__(self, inside: Inside, interface: str) -> None:
+    def __init__(self, inside: Inside, interface: str, own: Collection[str] = ()) -> None:
+        self._own = own
         self.packets: list[Packet] = []
         self.dropped = 0
         self._socket = inside(lambda: _open(interface))
@@ -55,10 +59,16 @@ class Capture:
 
     def outgoing(self, target: str | None = None, port: int | None = None) -> list[Packet]:
         """What went out, without the wire's own upkeep (who has which address)."""
+        packets = list(self.packets)
+        begun = {_flow(packet) for packet in packets if packet.begins}
+
+        def earlier(packet: Packet) -> bool:
+            return packet.protocol == "tcp" and packet.source in self._own and _flow(packet) not in begun
+
         return [
-            packet for packet in list(self.packets)
+            packet for packet in packets
             if packet.outgoing and target in (None, packet.target) and port in (None, packet.port)
-            and packet.protocol not in ("arp", "icmp6")
+            and packet.protocol not in ("arp", "icmp6") and not earlier(packet)
         ]  # fmt: skip
 
     def _read(self) -> None:
@@ -87,10 +97,11 @@ def read(frame: bytes, outgoing: bool) -> Packet:
             fragment = int.from_bytes(body[6:8], "big") & 0x1FFF
             at = (body[0] & 15) * 4
             source, target = (str(ipaddress.IPv4Address(body[i : i + 4])) for i in (12, 16))
-            return Packet(now, outgoing, _name(body[9]), source, target, 0 if fragment else _port(body[9], body[at:]))
+            rest = b"" if fragment else body[at:]
+            return Packet(now, outgoing, _name(body[9]), source, target, *_ports(body[9], rest))
         if kind == ETH_P_IPV6:
             source, target = (str(ipaddress.IPv6Address(body[i : i + 16])) for i in (8, 24))
-            return Packet(now, outgoing, _name(body[6]), source, target, _port(body[6], body[40:]))
+            return Packet(now, outgoing, _name(body[6]), source, target, *_ports(body[6], body[40:]))
         if kind == ETH_P_ARP:
             source, target = (str(ipaddress.IPv4Address(body[i : i + 4])) for i in (14, 24))
             return Packet(now, outgoing, "arp", source, target, 0)
@@ -108,5 +119,13 @@ def _name(number: int) -> str:
     return {1: "icmp", 6: "tcp", 17: "udp", 58: "icmp6"}.get(number, f"ip-{number}")
 
 
-def _port(protocol: int, payload: bytes) -> int:
-    return int.from_bytes(payload[2:4], "big") if protocol in (6, 17) and len(payload) >= 4 else 0
+def _flow(packet: Packet) -> tuple[str, int, str, int]:
+    return packet.source, packet.source_port, packet.target, packet.port
+
+
+def _ports(protocol: int, payload: bytes) -> tuple[int, int, bool]:
+    """Destination's, source's, and whether it is a SYN without ACK (RFC 9293 section 3.1)."""
+    if protocol not in (6, 17) or len(payload) < 4:
+        return 0, 0, False
+    begins = protocol == 6 and len(payload) > 13 and payload[13] & 0x12 == 0x02
+    return int.from_bytes(payload[2:4], "big"), int.from_bytes(payload[:2], "big"), begins

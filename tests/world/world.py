@@ -109,7 +109,7 @@ class World:
 
     def uplink(self) -> Capture:
         """Sees every packet that leaves the host."""
-        return Capture(self.host.inside, "up0")
+        return Capture(self.host.inside, "up0", (HOST, LAN_HOST, HOST_6))
 
 
 @contextmanager
