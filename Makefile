@@ -44,7 +44,9 @@ demo: setup assets ## set everything up, then run a small agent on a small repos
 	@bash tests/demo/demo.sh $(abspath $(BUILD))/demo/repository
 
 test: setup apt-test sanitizers assets lint ## set everything up and pass the tests
-	$(PY) -m pytest -q -n 2 --dist worksteal
+	@$(PY) -m pytest -q -n 2 --dist worksteal || { code=$$?; [ $$code = 1 ] || exit $$code; \
+	    echo; echo "== what failed, once more and alone: a busy machine can be too slow for a test. Look at it all the same =="; \
+	    $(PY) -m pytest -q --last-failed --last-failed-no-failures none; }
 
 lint: $(VENV)/ready ## ruff and mypy (strict)
 	$(VENV)/bin/ruff check .

