@@ -40,9 +40,10 @@ WAYS = {
 }  # fmt: skip
 WIDTH = 8
 
-# Tens of thousands of connections a minute: ports come back after a second, entries of connection tracking too.
+# Tens of thousands of connections a minute: ports come back after a second, entries of connection tracking too. None is
+# made from a port that a peer is going to listen on.
 QUICK = """
-net.ipv4.ip_local_port_range=1024 65535
+net.ipv4.ip_local_port_range=10000 65535
 net.ipv4.tcp_tw_reuse=1
 net.ipv4.tcp_max_tw_buckets=262144
 net.core.somaxconn=4096
