@@ -22,7 +22,6 @@ import anyio.abc
 import h11
 
 from sandboxd import api, wire
-from sandboxd.api import ClientGone, Reply, Request, Switch
 from sandboxd.errors import (
     ApiError,
     BodyTooLarge,
@@ -34,6 +33,7 @@ from sandboxd.errors import (
     Unavailable,
 )  # fmt: skip
 from sandboxd.guest import Source
+from sandboxd.routes.reply import ClientGone, Reply, Request, Switch
 from sandboxd.service import Service
 from sandboxd.unixstream import BrokenStreamError, UnixStream
 

@@ -135,16 +135,23 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "sandboxd.serve",
         (
-            "sandboxd.api", "sandboxd.service", "sandboxd.guest", "sandboxd.unixstream", "sandboxd.wire",
+            "sandboxd.api", "sandboxd.routes.reply", "sandboxd.service", "sandboxd.guest", "sandboxd.unixstream",
+            "sandboxd.wire",
             "sandboxd.errors",
         ),
         ("h11", "anyio"),
     ),
     (
         "sandboxd.api",
+        ("sandboxd.service", "sandboxd.routes.*", "sandboxd.wire", "sandboxd.errors"),
+        (),
+    ),
+    (
+        "sandboxd.routes.*",
         (
             "sandboxd.service", "sandboxd.attach", "sandboxd.events", "sandboxd.guest", "sandboxd.policy",
-            "sandboxd.processes", "sandboxd.spool", "sandboxd.store", "sandboxd.wire", "sandboxd.errors",
+            "sandboxd.processes", "sandboxd.routes.reply", "sandboxd.spool", "sandboxd.store", "sandboxd.wire",
+            "sandboxd.errors",
         ),
         ("anyio",),
     ),
