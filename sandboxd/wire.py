@@ -93,6 +93,19 @@ class SignalRequest(Request, frozen=True, kw_only=True):
     signal: str | None = None
 
 
+class VolumeRequest(Request, frozen=True, kw_only=True):
+    name: str | None = None
+    size_mb: int | None = None
+
+
+class ImageRequest(Request, frozen=True, kw_only=True):
+    image: str | None = None
+
+
+class CordonRequest(Request, frozen=True, kw_only=True):
+    cordoned: bool | None = None
+
+
 class Empty(Request, frozen=True, kw_only=True):
     """Routes that take no field."""
 
@@ -106,6 +119,14 @@ class Network(Answer, frozen=True, kw_only=True):
     allow: tuple[str, ...] | None
     deny: tuple[str, ...] = ()
     allow_tcp: tuple[str, ...] = ()
+
+
+class Mount(Answer, frozen=True, kw_only=True):
+    """A volume's place in a sandbox."""
+
+    name: str
+    path: str
+    read_only: bool
 
 
 class Sandbox(Answer, frozen=True, kw_only=True):
@@ -123,6 +144,7 @@ class Sandbox(Answer, frozen=True, kw_only=True):
     lifetime_secs: int = 0
     expires_at: str = ""
     labels: dict[str, str] = {}
+    volumes: tuple[Mount, ...] = ()
 
 
 class Sandboxes(Answer, frozen=True, kw_only=True):
@@ -198,12 +220,144 @@ class Event(Answer, frozen=True, kw_only=True):
     bytes_out: int = 0
 
 
+class Volume(Answer, frozen=True, kw_only=True):
+    """`attached_to` is the id of the sandbox that writes to it, or of the first one that reads it."""
+
+    name: str
+    size_mb: int
+    created_at: str
+    attached_to: str = ""
+
+
+class Volumes(Answer, frozen=True, kw_only=True):
+    volumes: list[Volume]
+
+
+class ImageProgress(Answer, frozen=True, kw_only=True):
+    """`phase` is pulling or building; bytes, `total` 0 while it is not known."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class Image(Answer, frozen=True, kw_only=True):
+    """`state` is installed, installing or failed."""
+
+    image: str
+    state: str
+    digest: str = ""
+    bytes: int = 0
+    installed_at: str = ""
+    in_use: bool
+    default: bool = False
+    pooled: bool = False
+    progress: ImageProgress | None = None
+    error: str = ""
+
+
+class Images(Answer, frozen=True, kw_only=True):
+    images: list[Image]
+
+
+class ImageRemoved(Answer, frozen=True, kw_only=True):
+    image: str
+    freed_bytes: int
+
+
+class Sample(Answer, frozen=True, kw_only=True):
+    """Measured on the host. `cpu_percent` is of the granted processors since the sample before; bytes are counted
+    from the sandbox's start."""
+
+    time: str
+    cpu_percent: float
+    memory_bytes: int
+    memory_limit_bytes: int
+    net_rx_bytes: int
+    net_tx_bytes: int
+    disk_read_bytes: int
+    disk_write_bytes: int
+    processes: int = 0
+
+
+class Metrics(Answer, frozen=True, kw_only=True):
+    interval_secs: int
+    samples: list[Sample]
+
+
+class Resources(Answer, frozen=True, kw_only=True):
+    cpus: float
+    memory_mb: int
+    disk_mb: int
+
+
+class AuditEvent(Answer, frozen=True, kw_only=True):
+    """One event of the audit log. Which fields there are depends on `type`; names only, never a value, an argument or
+    a file's content."""
+
+    time: str
+    type: str
+    sandbox: str = ""
+    name: str = ""
+    image: str = ""
+    labels: dict[str, str] | None = None
+    network: Network | None = None
+    idle_timeout_secs: int | None = None
+    env_names: tuple[str, ...] = ()
+    snapshot: str = ""
+    volumes: tuple[Mount, ...] = ()
+    reason: str = ""
+    pid: int = 0
+    program: str = ""
+    arg_count: int = 0
+    args_sha256: str = ""
+    cwd: str = ""
+    exit_code: int | None = None
+    duration_ms: int | None = None
+    path: str = ""
+    bytes: int | None = None
+    port: int = 0
+    id: str = ""
+    rule: str = ""
+    by: str = ""
+    count: int = 0
+
+
+class Events(Answer, frozen=True, kw_only=True):
+    events: list[AuditEvent]
+    truncated: bool = False
+
+
+class AuditCheck(Answer, frozen=True, kw_only=True):
+    """Whether each line of the audit log follows from the one before. `fault` names the first place where not."""
+
+    ok: bool
+    lines: int
+    files: int
+    fault: str = ""
+
+
 class Capabilities(Answer, frozen=True, kw_only=True):
     api_version: str
     backend: str
     capabilities: dict[str, bool]
     limits: Limits
     network: NetworkOffer
+
+
+class Node(Answer, frozen=True, kw_only=True):
+    """`pooled` counts the ready machines by image."""
+
+    node: str
+    version: str
+    capabilities: Capabilities
+    capacity: Resources
+    free: Resources
+    running: int
+    pooled: dict[str, int] = {}
+    images: tuple[str, ...] = ()
+    labels: dict[str, str] = {}
+    cordoned: bool
 
 
 T = TypeVar("T", bound=Request)
@@ -312,7 +466,12 @@ ROUTES: tuple[Route, ...] = (
     Route("images", "GET", "/v1/images"),
     Route("install_image", "POST", "/v1/images"),
     Route("delete_image", "DELETE", "/v1/images"),
+    Route("node", "GET", "/v1/node"),
+    Route("cordon", "POST", "/v1/node/cordon"),
+    Route("verify_audit", "GET", "/v1/audit/verify"),
+    Route("openapi", "GET", "/v1/openapi.json"),
 )
+
 
 def _pattern(path: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[^/]+)", re.escape(path)) + r"\Z")

@@ -42,8 +42,10 @@ def _egress_name(one: Decision) -> wire.EgressName:
         first_at=timestamp(one.first_at), last_at=timestamp(one.last_at),
     )  # fmt: skip
 
+
 HANDLERS: dict[str, Handler] = {
     "events": without("audit", of_sandbox=False),
+    "verify_audit": without("audit", of_sandbox=False),
     "egress": _egress,
     "event": _event,
 }

@@ -6,4 +6,7 @@ from sandboxd.routes.reply import Handler, without
 
 HANDLERS: dict[str, Handler] = {
     "metrics": without("metrics"),
+    "node": without("node", of_sandbox=False),
+    "cordon": without("node", of_sandbox=False),
+    "openapi": without("openapi", of_sandbox=False),
 }
