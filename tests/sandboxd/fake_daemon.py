@@ -1,6 +1,6 @@
 """A `sandboxd` whose machines are `tests/fake_vmm.py`: everything but the VMM is the product's own.
 
-    python -m tests.sandboxd.fake_daemon STATE-DIR SOCKET [--end-sandboxes] [--network] [--policy FILE]
+    python -m tests.sandboxd.fake_daemon STATE-DIR SOCKET [--network] [FLAG OF SANDBOXD...]
 
 Started as a process of its own, so that it can be killed. Files in STATE-DIR/../knobs steer it: `boot_s` delays a
 machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with; `events`
@@ -26,15 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from docopt import docopt
 
 from egress.control import Event
 from egress.network import EgressError, GuestNetwork, Link
 from egress.policy import Policy
+from sandboxd import __main__ as daemon
 from sandboxd.__main__ import Parts, run
 from sandboxd.assets.prepare import Assets, Progress, Report
 from sandboxd.errors import BootFailed
 from sandboxd.registries import Registries
-from sandboxd.settings import Settings
+from sandboxd.settings import Settings, read
 from sandboxd.vm.machine import Machine, MachineSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -282,12 +284,11 @@ def parts(settings: Settings) -> Parts:
 def main() -> None:
     state, path = Path(sys.argv[1]), Path(sys.argv[2])
     logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(levelname)s %(message)s")
-    settings = Settings(
-        prepare_only=False, socket=path, state_dir=state, assets_dir=state / "assets", build_dir=ROOT / "build",
-        backend="auto", end_sandboxes="--end-sandboxes" in sys.argv, uid_base=900_000,
-        policy=Path(sys.argv[sys.argv.index("--policy") + 1]) if "--policy" in sys.argv else None,
-        no_network="--network" not in sys.argv,
-    )  # fmt: skip
+    flags = [flag for flag in sys.argv[3:] if flag != "--network"]
+    if "--network" not in sys.argv:
+        flags.append("--no-network")
+    given = docopt(daemon.__doc__ or "", ["--listen", f"unix://{path}", "--state-dir", str(state), *flags])
+    settings = read(given, {}, os.geteuid())
     anyio.run(run, settings, parts)
 
 
