@@ -58,7 +58,6 @@ def test_an_operator_may_allow_a_name() -> None:
         pytest.param("GET", "/v1/sandboxes/", {}, 404, "not_found", id="a trailing slash"),
         pytest.param("PUT", "/v1/sandboxes", {}, 404, "not_found", id="a method the route does not have"),
         pytest.param("GET", "/v1/whoami", {}, 404, "not_found", id="not a gateway"),
-        pytest.param("GET", "/v1/node", {}, 404, "not_found", id="no node endpoints"),
     ],
 )  # fmt: skip
 def test_table(rig: Rig, method: str, path: str, headers: dict[str, str], status: int, code: str) -> None:
