@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import anyio
 import anyio.abc
@@ -157,6 +157,16 @@ class Live:
     def guest(self) -> Guest:
         assert self.machine is not None
         return Guest(self.machine.vsock_path)
+
+
+@dataclass(frozen=True, slots=True)
+class Booted:
+    """A machine whose guest answers and does not know yet whose it is. `network` is what it will be told of its link;
+    None where it has none."""
+
+    machine: Machine
+    claim: Claim | None
+    network: dict[str, Any] | None
 
 
 class Held:
@@ -475,45 +485,57 @@ class Service:
         return live
 
     async def _bring_up(self, live: Live, spec: Spec, assets: Assets) -> None:
-        sandbox_id = live.record.id
-        directory = self._places.machine(sandbox_id)
         async with AsyncExitStack() as undo:
-            directory.mkdir(mode=0o700)
-            undo.push_async_callback(_shielded, _remove_tree, directory)
-            if self._uids is not None:
-                live.claim = self._uids.claim()
-                undo.callback(live.claim.close)
-            scratch = self._places.scratch(sandbox_id)
-            await make_scratch(scratch, spec.disk_mb)
-            link = await self._networks.open(live.record, self._places.names(sandbox_id))
-            undo.push_async_callback(_shielded, self._networks.close, sandbox_id)
-            try:
-                machine = await self._backend.start(
-                    MachineSpec(
-                        id=sandbox_id, cpus=math.ceil(spec.cpus), memory_mb=spec.memory_mb,
-                        kernel=assets.kernel, initramfs=assets.initramfs,
-                        drives=(Drive(assets.runtime, True), Drive(assets.image, True), Drive(scratch, False)),
-                        directory=directory, uid=_uid(live.claim),
-                        tap_fd=None if link is None else link.tap_fd, mac="" if link is None else link.guest.mac,
-                    )
-                )  # fmt: skip
-            finally:
-                # The machine has its own.
-                if link is not None:
-                    link.close_tap()
-            undo.push_async_callback(_shielded, machine.terminate)
-            guest = Guest(machine.vsock_path)
-            await _before_exit(machine, "waiting for the guest agent", lambda: guest.wait_ready(BOOT_S))
-            hostname = (live.record.name or sandbox_id.replace("_", "-")).rstrip("-")
-            network = None if link is None else interface(link)
-            files = {} if link is None else self._guest_files
-            await _before_exit(
-                machine, "configuring the guest", lambda: guest.configure(hostname, spec.env, network, files)
-            )
-            running = replace(live.record, state=move(live.record.state, State.RUNNING), uid=_uid(live.claim))
-            self._store.put(running)
-            live.record, live.machine = running, machine
+            booted = await self._boot(live.record, assets, undo)
+            live.claim = booted.claim
+            await self._configure(live, booted, spec)
             undo.pop_all()
+
+    async def _boot(self, record: SandboxRecord, assets: Assets, undo: AsyncExitStack) -> Booted:
+        """A machine of the record's size, with its network in force, whose guest answers and has been told nothing
+        yet. `undo` takes all of it away again."""
+        directory = self._places.machine(record.id)
+        directory.mkdir(mode=0o700)
+        undo.push_async_callback(_shielded, _remove_tree, directory)
+        claim = None
+        if self._uids is not None:
+            claim = self._uids.claim()
+            undo.callback(claim.close)
+        scratch = self._places.scratch(record.id)
+        await make_scratch(scratch, record.disk_mb)
+        link = await self._networks.open(record, self._places.names(record.id))
+        undo.push_async_callback(_shielded, self._networks.close, record.id)
+        try:
+            machine = await self._backend.start(
+                MachineSpec(
+                    id=record.id, cpus=math.ceil(record.cpus), memory_mb=record.memory_mb,
+                    kernel=assets.kernel, initramfs=assets.initramfs,
+                    drives=(Drive(assets.runtime, True), Drive(assets.image, True), Drive(scratch, False)),
+                    directory=directory, uid=_uid(claim),
+                    tap_fd=None if link is None else link.tap_fd, mac="" if link is None else link.guest.mac,
+                )
+            )  # fmt: skip
+        finally:
+            # The machine has its own.
+            if link is not None:
+                link.close_tap()
+        undo.push_async_callback(_shielded, machine.terminate)
+        guest = Guest(machine.vsock_path)
+        await _before_exit(machine, "waiting for the guest agent", lambda: guest.wait_ready(BOOT_S))
+        return Booted(machine, claim, None if link is None else interface(link))
+
+    async def _configure(self, live: Live, booted: Booted, spec: Spec) -> None:
+        """Tells a booted machine whose it is; with that it runs."""
+        machine = booted.machine
+        hostname = (live.record.name or live.record.id.replace("_", "-")).rstrip("-")
+        files = {} if booted.network is None else self._guest_files
+        guest = Guest(machine.vsock_path)
+        await _before_exit(
+            machine, "configuring the guest", lambda: guest.configure(hostname, spec.env, booted.network, files)
+        )
+        running = replace(live.record, state=move(live.record.state, State.RUNNING), uid=_uid(booted.claim))
+        self._store.put(running)
+        live.record, live.machine = running, machine
 
     async def _end(self, live: Live, reason: str, keep_disk: bool) -> None:
         """The one way a sandbox ends. Its name is free at once; `gone` is set when nothing of it runs any
