@@ -1,4 +1,4 @@
-"""The guest protocol, version 1: what sandboxd and guestd say to each other. Both ends import this one file.
+"""The guest protocol: what sandboxd and guestd say to each other. Both ends import this one file.
 
 The host dials, the guest never does. One connection carries one request:
 
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from typing import Any, Final
 
 VERSION: Final = 1
+EVERY_VERSION: Final = frozenset({"ping", "sessions", "attach", "forget", "bundle_out"})
+"""Ops that no version may change: what runs can be looked at, ended and brought back, however old guestd is."""
+SINCE: Final[dict[str, int]] = {}
+"""Later ops, and later fields as "op.field", with the VERSION that brought them. Versions only add."""
 PORT: Final = 5000                      # AF_VSOCK port guestd listens on
 HOST_CID: Final = 2                     # VMADDR_CID_HOST, linux/vm_sockets.h: the only peer guestd talks to
 

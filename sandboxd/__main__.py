@@ -201,13 +201,13 @@ async def _serve(
     places = Places(settings.state_dir)
     assets = AssetsState()
     events = EventFile(settings.state_dir)
-    adopted = await adopt(places, store, chosen.backend)
+    adopted, unreadable = await adopt(places, store, chosen.backend)
     async with AsyncExitStack() as parts:
         egress = await _networks(settings, chosen, events, parts)
         networks = Networks(egress, policy, events)
         service = Service(places, store, chosen.backend, policy, assets, uids, networks, used.files)
         await parts.enter_async_context(service)
-        await service.restore((one.record, one.machine) for one in adopted)
+        await service.restore([(one.record, one.machine) for one in adopted], unreadable)
         log.info(
             "version %s, API %s, listening on unix://%s, backend %s, network ceiling %s (%s), image %s",
             _version(), API_VERSION, settings.socket, chosen.backend.name, policy.ceiling, why, policy.default_image,

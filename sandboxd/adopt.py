@@ -4,7 +4,7 @@ In: the records of an earlier daemon and what still runs. Out: each record with 
 The lock on the state directory comes first, so nothing of a living daemon is ever looked at. A machine with a
 whole record is taken back; one whose create never finished, or whose end was asked for, is ended; files that
 belong to no record go. A sandbox whose machine is gone is shown as terminated and its disk is put aside:
-nobody asked for its end.
+nobody asked for its end. One whose record cannot be read is left alone with all that is its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import anyio.to_thread
 from sandboxd.errors import SetupError
 from sandboxd.lifecycle import State, move
 from sandboxd.service import Backend, Places, put_aside
-from sandboxd.store import SandboxRecord, Store
+from sandboxd.store import SandboxRecord, Store, Unreadable
+from sandboxd.termsafe import clean
 from sandboxd.vm.machine import Machine
 
 log = logging.getLogger("sandboxd")
@@ -65,23 +66,28 @@ def make_private(directory: Path) -> None:
         part.mkdir(mode=0o700, exist_ok=True)
 
 
-async def adopt(places: Places, store: Store, backend: Backend) -> list[Adopted]:
-    """Oldest first. Afterwards every process, socket and file below the state directory has an owner."""
+async def adopt(places: Places, store: Store, backend: Backend) -> tuple[list[Adopted], list[Unreadable]]:
+    """Oldest first, and what is left alone. Afterwards every process, socket and file below the state directory has an
+    owner."""
     places.sandboxes.mkdir(mode=0o700, exist_ok=True)
     found: list[Adopted] = []
-    for record in store.sandboxes():
+    records, unreadable = store.sandboxes()
+    for record in records:
         if record.state is State.PENDING:
             log.info("%s: its create never finished: it is removed", record.id)
             store.forget(record.id)
             continue
         found.append(await _look(places, store, backend, record))
-    known = frozenset(one.record.id for one in found if one.machine is not None)
+    for one in unreadable:
+        log.error("%s: its record was written by another version: %s; it is left as it is", one.id, clean(one.why))
+    left = {one.id for one in unreadable}
+    known = frozenset(one.record.id for one in found if one.machine is not None) | left
     await anyio.to_thread.run_sync(backend.sweep, places.sandboxes, known)
-    records = {one.record.id for one in found}
+    owners = {one.record.id for one in found} | left
     _clear(places.sandboxes, known, "sandboxes")
-    _clear(places.outputs, records, "output")
-    _clear(places.disks, {f"{record}.img" for record in records}, "disks")
-    return found
+    _clear(places.outputs, owners, "output")
+    _clear(places.disks, {f"{owner}.img" for owner in owners}, "disks")
+    return found, unreadable
 
 
 async def _look(places: Places, store: Store, backend: Backend, record: SandboxRecord) -> Adopted:

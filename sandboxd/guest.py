@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import anyio
 
 from guestd import protocol
-from sandboxd.errors import GuestProtocolError, SandboxError
+from sandboxd import skew
+from sandboxd.errors import GuestProtocolError, SandboxError, Unsupported
 from sandboxd.unixstream import BrokenStreamError, UnixStream, connect
 
 GREETING_S = 10.0
@@ -177,13 +178,14 @@ class Session:
 
 
 class Guest:
-    """What one machine's guestd can be asked."""
+    """What one machine's guestd can be asked. `version` is that of the protocol it speaks; what it does not have is
+    `Unsupported`."""
 
-    def __init__(self, vsock_path: Path) -> None:
-        self._path = vsock_path
+    def __init__(self, vsock_path: Path, version: int) -> None:
+        self._path, self._version = vsock_path, version
 
-    async def wait_ready(self, deadline_s: float) -> None:
-        """Pings until it answers with our version. Raises `GuestGone` at the deadline."""
+    async def wait_ready(self, deadline_s: float) -> int:
+        """Pings until it answers, with the version it speaks. Raises `GuestGone` at the deadline."""
         try:
             with anyio.fail_after(deadline_s):
                 while True:
@@ -195,11 +197,15 @@ class Guest:
                             await anyio.sleep(0.02)
                     if answer is None:
                         continue
-                    if answer.version != protocol.VERSION:
-                        raise GuestProtocolError(f"the guest speaks version {answer.version} of the protocol")
-                    return
+                    return answer.version
         except TimeoutError:
             raise GuestGone(f"the guest did not answer a ping within {deadline_s:g} s") from None
+
+    async def wait_booted(self, deadline_s: float) -> None:
+        """As `wait_ready`, of a machine that was started just now and has our own guestd."""
+        version = await self.wait_ready(deadline_s)
+        if version != protocol.VERSION:
+            raise GuestProtocolError(f"the guest speaks version {version} of the protocol")
 
     async def ping(self) -> protocol.Answer:
         async with self.request(PING_S, "ping") as (answer, _):
@@ -302,6 +308,8 @@ class Guest:
         self, timeout_s: float, op: str, tail: bytes = b"", **fields: Any
     ) -> tuple[protocol.Answer, Connection]:
         """Connects, greets, sends the request and takes its answer."""
+        if why := skew.refusal(op, fields, self._version, protocol.VERSION, protocol.SINCE):
+            raise Unsupported(why)
         try:
             line = protocol.encode_request(protocol.Request(op, **fields))
         except protocol.GuestProtocolFault as fault:

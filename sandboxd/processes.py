@@ -24,7 +24,7 @@ import anyio
 import anyio.abc
 
 from guestd import protocol
-from sandboxd.errors import Conflict, GuestProtocolError, NotFound, Unavailable
+from sandboxd.errors import Conflict, GuestProtocolError, NotFound, Unavailable, Unsupported
 from sandboxd.guest import Guest, GuestGone, GuestRefused, Session
 from sandboxd.spool import RUN_LIMIT, Budget, Chunk, Cursor, Spool
 from sandboxd.store import ProcessRecord, Store
@@ -249,7 +249,7 @@ class Processes:
         try:
             session = await guest.execute(False, **_fields(command), keep=True, session=name)
             process = self._enter(command, name)
-        except GuestRefused:
+        except (GuestRefused, Unsupported):
             raise
         except BaseException:
             # Its starter left, or it cannot be written down: nobody would ever hear of what may be running now.

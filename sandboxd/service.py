@@ -27,6 +27,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
+from guestd import protocol
 from sandboxd import policy as rules
 from sandboxd.assets.prepare import Assets, Progress
 from sandboxd.errors import (
@@ -46,7 +47,7 @@ from sandboxd.lifecycle import State, move
 from sandboxd.networks import Networks, interface
 from sandboxd.policy import Policy, Spec
 from sandboxd.processes import Command, Finished, Process, Processes
-from sandboxd.store import Network, ProcessRecord, SandboxRecord, Store
+from sandboxd.store import Network, ProcessRecord, SandboxRecord, Store, Unreadable
 from sandboxd.termsafe import clean, first_line
 from sandboxd.uids import Claim, Uids
 from sandboxd.vm.machine import Drive, Machine, MachineSpec
@@ -156,7 +157,7 @@ class Live:
     @property
     def guest(self) -> Guest:
         assert self.machine is not None
-        return Guest(self.machine.vsock_path)
+        return Guest(self.machine.vsock_path, self.record.guest_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +201,7 @@ class Service:
         self._assets, self._uids = assets, uids
         self._networks, self._guest_files = networks, guest_files
         self._sandboxes: dict[str, Live] = {}
+        self._left_alone: list[Unreadable] = []
         self._tasks = anyio.create_task_group()
 
     async def __aenter__(self) -> Service:
@@ -224,7 +226,7 @@ class Service:
             with anyio.CancelScope() as live.creating:
                 await self._bring_up(live, spec, assets)
                 self._tasks.start_soon(self._guarded, self._watch_machine, live)
-                log.info("%s: runs, %.1f s after it was asked for", record.id, time.time() - record.created_at)
+                log.info("%s: runs, %.1f s after it was asked for", record.id, _age_s(record))
                 return live.record
             raise Conflict("the sandbox was deleted while it was starting")
         except BootFailed as fault:
@@ -423,10 +425,14 @@ class Service:
 
     # -- after a restart
 
-    async def restore(self, found: Iterable[tuple[SandboxRecord, Machine | None]]) -> None:
-        """The sandboxes of an earlier daemon; one without a machine has ended. Their networks are narrowed to what is
-        permitted now before anything else is done, and those that belong to no sandbox are removed."""
+    async def restore(
+        self, found: Iterable[tuple[SandboxRecord, Machine | None]], left_alone: Iterable[Unreadable] = ()
+    ) -> None:
+        """The sandboxes of an earlier daemon; one without a machine has ended, those `left_alone` are not ours. Their
+        networks are narrowed to what is permitted now before anything else is done, and those that belong to no sandbox
+        are removed."""
         running = []
+        self._left_alone.extend(left_alone)
         for record, machine in found:
             live = self._add(record)
             live.machine = machine
@@ -456,7 +462,7 @@ class Service:
         """Until the guest has answered: a silent one keeps its disk and is asked again."""
         while live.record.state is State.RUNNING:
             try:
-                await live.guest.wait_ready(BOOT_S)
+                self._speaks(live, await live.guest.wait_ready(BOOT_S))
                 taken, lost = await live.processes.take_back(live.guest)
             except (GuestGone, GuestProtocolError, GuestRefused) as fault:
                 log.warning("%s: its guest was not reached: %s; it is asked again", live.record.id, fault)
@@ -464,6 +470,17 @@ class Service:
                 continue
             log.info("%s: taken back, %d processes attached again, %d lost", live.record.id, taken, lost)
             return
+
+    def _speaks(self, live: Live, version: int) -> None:
+        """A record of before they had versions may say less than the guest."""
+        if version != live.record.guest_version:
+            live.record = replace(live.record, guest_version=version)
+            self._store.put_done(live.record)
+        if version != protocol.VERSION:
+            log.warning(
+                "%s: its guest speaks version %d of the protocol, this daemon version %d",
+                live.record.id, version, protocol.VERSION,
+            )  # fmt: skip
 
     # -- how
 
@@ -474,7 +491,8 @@ class Service:
             id=f"sbx_{secrets.token_hex(8)}", name=spec.name, state=State.PENDING, image=spec.image,
             cpus=spec.cpus, memory_mb=spec.memory_mb, disk_mb=spec.disk_mb, env_names=tuple(sorted(spec.env)),
             network=spec.network, created_at=time.time(), idle_timeout_secs=spec.idle_timeout_secs,
-            lifetime_secs=spec.lifetime_secs, labels=spec.labels,
+            lifetime_secs=spec.lifetime_secs, labels=spec.labels, guest_version=protocol.VERSION,
+            created_boot_s=_boot_s(),
         )  # fmt: skip
         self._store.put(record)
         return self._add(record)
@@ -520,8 +538,8 @@ class Service:
             if link is not None:
                 link.close_tap()
         undo.push_async_callback(_shielded, machine.terminate)
-        guest = Guest(machine.vsock_path)
-        await _before_exit(machine, "waiting for the guest agent", lambda: guest.wait_ready(BOOT_S))
+        guest = Guest(machine.vsock_path, protocol.VERSION)
+        await _before_exit(machine, "waiting for the guest agent", lambda: guest.wait_booted(BOOT_S))
         return Booted(machine, claim, None if link is None else interface(link))
 
     async def _configure(self, live: Live, booted: Booted, spec: Spec) -> None:
@@ -529,7 +547,7 @@ class Service:
         machine = booted.machine
         hostname = (live.record.name or live.record.id.replace("_", "-")).rstrip("-")
         files = {} if booted.network is None else self._guest_files
-        guest = Guest(machine.vsock_path)
+        guest = Guest(machine.vsock_path, protocol.VERSION)
         await _before_exit(
             machine, "configuring the guest", lambda: guest.configure(hostname, spec.env, booted.network, files)
         )
@@ -600,7 +618,7 @@ class Service:
 
     def _overdue(self, live: Live) -> str:
         record = live.record
-        if record.lifetime_secs and time.time() >= record.created_at + record.lifetime_secs:
+        if record.lifetime_secs and _age_s(record) >= record.lifetime_secs:
             return "lifetime"
         if live.requests or live.processes.running:
             live.active_at = time.monotonic()
@@ -610,6 +628,8 @@ class Service:
     def _find(self, ref: str) -> Live:
         if ref in self._sandboxes:
             return self._sandboxes[ref]
+        if any(ref in (one.id, one.name) for one in self._left_alone):
+            raise Conflict("the sandbox belongs to another version of sandboxd: start that version to use it")
         named = [live for live in self._sandboxes.values() if live.record.name == ref and ref]
         if not named:
             raise NotFound("no such sandbox")
@@ -669,9 +689,9 @@ class Service:
             raise Conflict(f"the server's disk is full: {free_mb} MiB are free for a new sandbox")
 
     def _require_free(self, name: str) -> None:
-        for live in self._sandboxes.values():
-            if name and live.record.name == name and live.record.state is not State.TERMINATED:
-                raise Conflict(f"a sandbox named {name} exists")
+        names = [live.record.name for live in self._sandboxes.values() if live.record.state is not State.TERMINATED]
+        if name and name in (*names, *(one.name for one in self._left_alone)):
+            raise Conflict(f"a sandbox named {name} exists")
 
 
 REFUSALS: dict[str, type[ApiError]] = {
@@ -770,6 +790,15 @@ async def _shielded(act: Callable[..., Awaitable[None]], *arguments: object) -> 
 
 async def _remove_tree(directory: Path) -> None:
     await anyio.to_thread.run_sync(lambda: shutil.rmtree(directory, ignore_errors=True))
+
+
+def _boot_s() -> float:
+    """A clock that nobody sets, and that goes on while the host sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _age_s(record: SandboxRecord) -> float:
+    return _boot_s() - record.created_boot_s if record.created_boot_s else time.time() - record.created_at
 
 
 def _uid(claim: Claim | None) -> int | None:

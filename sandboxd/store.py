@@ -1,9 +1,10 @@
 """What the daemon remembers across a restart: sandboxes and their processes, in one SQLite file.
 
-In and out: the frozen records below. It trusts the file (0600, in a state directory of the daemon's own). Of
-an environment it knows the names; a value has no column to go to. Every call is one short transaction on the
-caller's thread; a write is safe against a killed daemon (WAL), not against a power cut in the same second,
-and the machines it speaks of would not survive that either. Where the disk is full, what is only asked for is
+In and out: the frozen records below. It trusts the file (0600, in a state directory of the daemon's own) to be
+nobody else's, and not to be whole: a damaged one stops the start, a record that another version wrote is told of and
+left as it is. Of an environment it knows the names; a value has no column to go to. Every call is one short
+transaction on the caller's thread; a write is safe against a killed daemon (WAL), not against a power cut in the same
+second, and the machines it speaks of would not survive that either. Where the disk is full, what is only asked for is
 refused, and what has happened already is owed: `catch_up` writes it later.
 """
 
@@ -13,9 +14,11 @@ import json
 import logging
 import os
 import sqlite3
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from sandboxd.errors import Internal, SetupError
 from sandboxd.lifecycle import State
@@ -53,8 +56,11 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class SandboxRecord:
-    """One sandbox. Times are seconds since the epoch; `lifetime_secs` 0 means none, `uid` is its VMM's when
-    root."""
+    """One sandbox. Times are seconds since the epoch; `lifetime_secs` 0 means none, `uid` is its VMM's when root.
+
+    `guest_version` is the protocol its guestd speaks. `created_boot_s` is its creation on the clock that nobody sets
+    (CLOCK_BOOTTIME), which no machine outlives; 0 where it was not written down.
+    """
 
     id: str
     name: str
@@ -71,6 +77,8 @@ class SandboxRecord:
     labels: dict[str, str] = field(default_factory=dict)
     uid: int | None = None
     ended_because: str = ""
+    guest_version: int = 1
+    created_boot_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +95,33 @@ class ProcessRecord:
     exit_code: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A record that is not one of ours, and why. `name` is the sandbox's, as far as it can be told."""
+
+    id: str
+    name: str
+    why: str
+
+
 class Store:
-    """The open file. `close` when done."""
+    """The open file. `close` when done. Raises `SetupError` where it cannot be used."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._owed: dict[tuple[str, int], tuple[str, tuple[Any, ...]]] = {}
-        # Made by us first, so that SQLite never creates it with the wider mode of the umask.
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        try:
+            # Made by us first, so that SQLite never creates it with the wider mode of the umask.
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        except OSError as fault:
+            raise SetupError(f"the records in {path} cannot be used: {fault.strerror}") from None
         self._db = sqlite3.connect(path, isolation_level=None)
         try:
             self._open()
-        except sqlite3.Error as fault:
+        except BaseException as fault:
             self._db.close()
-            raise SetupError(f"the records in {path} cannot be used: {fault}") from None
-        except SetupError:
-            self._db.close()
+            if isinstance(fault, sqlite3.Error):
+                raise self._unusable(fault) from None
             raise
 
     def _open(self) -> None:
@@ -109,12 +129,29 @@ class Store:
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute("PRAGMA foreign_keys = ON")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version not in (0, VERSION):
-            raise SetupError(f"the state directory was written by another version (schema {version})")
-        if version == 0:
-            self._db.executescript(SCHEMA)
-            if version != VERSION:      # a write, which a full disk would refuse
-                self._db.execute(f"PRAGMA user_version = {VERSION}")
+        if version > VERSION:
+            raise SetupError(
+                f"the records in {self._path} were written by a newer sandboxd (schema {version}, this one has"
+                f" {VERSION}): start that version, or give this one a --state-dir of its own"
+            )
+        # A page that is damaged would show only when it is read, in the middle of something.
+        (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise self._unusable(sqlite3.DatabaseError(found))
+        if version < VERSION:
+            self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+
+    def _unusable(self, fault: sqlite3.Error) -> SetupError:
+        """What a person can do depends on whether the file or only the place it is in is at fault."""
+        if isinstance(fault, sqlite3.OperationalError):
+            return SetupError(f"the records in {self._path} cannot be used: {fault}")
+        name = self._path.name
+        return SetupError(
+            f"the records in {self._path} are damaged: {str(fault).splitlines()[-1]}. Nothing was changed. Put back a"
+            f" copy, or save what can be read: `sqlite3 {name} .recover | sqlite3 new.sqlite`. To start without any"
+            f" record, move {name}, {name}-wal and {name}-shm away, and sandboxes/*/scratch.img first if a disk is"
+            " still wanted: machines without a record are ended and their disks removed."
+        )
 
     def close(self) -> None:
         self._db.close()
@@ -133,11 +170,31 @@ class Store:
             del self._owed[key]
         self._write_or_owe((sandbox_id, 0), _FORGET, (sandbox_id,))
 
-    def sandboxes(self) -> list[SandboxRecord]:
-        """Oldest first."""
-        rows = self._db.execute("SELECT record FROM sandbox").fetchall()
-        records = [_sandbox(json.loads(text)) for (text,) in rows]
-        return sorted(records, key=lambda record: (record.created_at, record.id))
+    def sandboxes(self) -> tuple[list[SandboxRecord], list[Unreadable]]:
+        """The records, oldest first; and those that cannot be read, or have a process that cannot."""
+        records, unreadable = [], {}
+        try:
+            rows = self._db.execute("SELECT id, record FROM sandbox ORDER BY id").fetchall()
+            processes = self._db.execute("SELECT sandbox, record FROM process").fetchall()
+        except sqlite3.Error as fault:
+            raise self._unusable(fault) from None
+        for sandbox_id, text in processes:
+            try:
+                _read(text, ProcessRecord)
+            except ValueError as fault:
+                unreadable[sandbox_id] = f"a process of it: {fault}"
+        for sandbox_id, text in rows:
+            try:
+                record = _read(text, SandboxRecord)
+                if record.id != sandbox_id:
+                    raise ValueError("it is another sandbox's")
+                if sandbox_id not in unreadable:
+                    records.append(record)
+            except ValueError as fault:
+                unreadable[sandbox_id] = str(fault)
+        names = {sandbox_id: _name(text) for sandbox_id, text in rows}
+        left = [Unreadable(id, names.get(id, ""), why) for id, why in unreadable.items()]
+        return sorted(records, key=lambda record: (record.created_at, record.id)), left
 
     def put_process(self, record: ProcessRecord) -> None:
         """Raises `Internal` where it cannot be written."""
@@ -164,7 +221,7 @@ class Store:
         """One row: process 0 is the sandbox itself. What was owed of it before is out of date then."""
         try:
             self._db.execute(statement, values)
-        except sqlite3.OperationalError as fault:
+        except sqlite3.Error as fault:
             raise Internal(f"the state directory cannot be written: {fault}") from None
         self._owed.pop(key, None)
 
@@ -180,30 +237,52 @@ class Store:
         """By pid."""
         query = "SELECT record FROM process WHERE sandbox = ? ORDER BY pid"
         rows = self._db.execute(query, (sandbox_id,)).fetchall()
-        return [_process(json.loads(text)) for (text,) in rows]
+        return [_read(text, ProcessRecord) for (text,) in rows]
 
 
-def _sandbox(body: dict[str, Any]) -> SandboxRecord:
-    network = body["network"]
-    allow = None if network["allow"] is None else tuple(network["allow"])
-    fields = body | {
-        "state": State(body["state"]),
-        "env_names": tuple(body["env_names"]),
-        # An earlier version wrote no allow_tcp.
-        "network": Network(network["mode"], allow, tuple(network["deny"]), tuple(network.get("allow_tcp", ()))),
-    }
-    return SandboxRecord(**fields)
+T = TypeVar("T", SandboxRecord, ProcessRecord)
 
 
-def _process(body: dict[str, Any]) -> ProcessRecord:
-    fields = body | {"argv": tuple(body["argv"])}
-    return ProcessRecord(**fields)
+def _read(text: str, kind: type[T]) -> T:
+    """`ValueError` for what this version would not have written: to go on with it could lose what another one knows."""
+    try:
+        said = json.loads(text)
+        record = msgspec.convert(said, kind)
+    except (ValueError, RecursionError) as fault:     # msgspec's errors are ValueErrors
+        raise ValueError(str(fault)) from None
+    if strange := _unknown(said, msgspec.to_builtins(record)):
+        raise ValueError(f"it has a field {strange!r} that this version does not know")
+    return record
+
+
+def _unknown(said: Any, known: Any) -> str:
+    """The first field of `said` that is not in `known`, which was read from it."""
+    if isinstance(said, dict):
+        pairs = [(key, value, known.get(key)) for key, value in said.items()]
+        if strange := next((key for key, _, _ in pairs if key not in known), ""):
+            return strange
+        return next((found for _, value, other in pairs if (found := _unknown(value, other))), "")
+    if isinstance(said, list):
+        return next((found for one, other in zip(said, known, strict=True) if (found := _unknown(one, other))), "")
+    return ""
+
+
+def _name(text: str) -> str:
+    try:
+        name = json.loads(text)["name"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return ""
+    return name if isinstance(name, str) else ""
 
 
 def _sandbox_row(record: SandboxRecord) -> tuple[Any, ...]:
-    body = asdict(record) | {"state": record.state.value}
-    return record.id, record.state.value, json.dumps(body)
+    return record.id, record.state.value, _text(record)
 
 
 def _process_row(record: ProcessRecord) -> tuple[Any, ...]:
-    return record.sandbox, record.pid, json.dumps(asdict(record))
+    return record.sandbox, record.pid, _text(record)
+
+
+def _text(record: SandboxRecord | ProcessRecord) -> str:
+    """ASCII: arguments that are no UTF-8 are lone surrogates here, which no encoding of msgspec's takes."""
+    return json.dumps(msgspec.to_builtins(record))

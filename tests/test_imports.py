@@ -107,7 +107,8 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.settings", ("sandboxd.errors",), ()),
     ("sandboxd.uids", ("sandboxd.errors",), ()),
     ("sandboxd.wire", ("sandboxd.errors",), ("msgspec",)),
-    ("sandboxd.store", ("sandboxd.errors", "sandboxd.lifecycle"), ()),
+    ("sandboxd.store", ("sandboxd.errors", "sandboxd.lifecycle"), ("msgspec",)),
+    ("sandboxd.skew", ("guestd.protocol",), ()),
     ("sandboxd.policy", ("sandboxd.errors", "sandboxd.store", "sandboxd.wire", "egress.policy"), ()),
     ("sandboxd.registries", ("sandboxd.errors", "egress.policy"), ()),
     ("sandboxd.policy_file", ("sandboxd.errors", "sandboxd.policy", "sandboxd.store", "egress.policy"), ("yaml",)),
@@ -124,7 +125,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.vm.qmp", (), ()),
     ("sandboxd.vm.*", ("sandboxd.vm.*", "sandboxd.errors", "sandboxd.unixpath", "native"), ("anyio",)),
     ("sandboxd.unixstream", ("sandboxd.unixpath",), ("anyio",)),
-    ("sandboxd.guest", ("sandboxd.errors", "sandboxd.unixstream", "guestd.protocol"), ("anyio",)),
+    ("sandboxd.guest", ("sandboxd.errors", "sandboxd.skew", "sandboxd.unixstream", "guestd.protocol"), ("anyio",)),
     (
         "sandboxd.processes",
         ("sandboxd.errors", "sandboxd.guest", "sandboxd.spool", "sandboxd.store", "guestd.protocol"),
@@ -160,7 +161,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         (
             "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.store", "sandboxd.policy", "sandboxd.processes",
             "sandboxd.guest", "sandboxd.uids", "sandboxd.wire", "sandboxd.assets.prepare", "sandboxd.vm.machine",
-            "sandboxd.termsafe", "sandboxd.events", "sandboxd.networks",
+            "sandboxd.termsafe", "sandboxd.events", "sandboxd.networks", "guestd.protocol",
         ),
         ("anyio",),
     ),
@@ -168,6 +169,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         "sandboxd.adopt",
         (
             "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.service", "sandboxd.store", "sandboxd.vm.machine",
+            "sandboxd.termsafe",
         ),
         ("anyio",),
     ),

@@ -31,6 +31,7 @@ from docopt import docopt
 from egress.control import Event
 from egress.network import EgressError, GuestNetwork, Link
 from egress.policy import Policy
+from guestd import protocol
 from sandboxd import __main__ as daemon
 from sandboxd.__main__ import Parts, run
 from sandboxd.assets.prepare import Assets, Progress, Report
@@ -141,7 +142,7 @@ class HostileMachine:
             request = file.readline(2 << 20)
             try:
                 if b'"ping"' in request:
-                    client.sendall(b'{"ok":true,"version":1,"configured":false}\n')
+                    client.sendall(protocol.encode_ok(version=protocol.VERSION, configured=False))
                 elif b'"configure"' in request:
                     client.sendall(b'{"ok":true}\n')
                 elif self._answer.startswith(b"ENDLESS "):

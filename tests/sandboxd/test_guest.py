@@ -11,12 +11,13 @@ from pathlib import Path
 import anyio
 import pytest
 
+from guestd import protocol
 from sandboxd.errors import GuestProtocolError
 from sandboxd.guest import Guest, GuestGone, GuestRefused
 from tests.sandboxd.rig import Rig
 
 Script = Callable[[int, socket.socket], None]
-PONG = b'{"ok":true,"version":1,"configured":false}\n'
+PONG = b'{"ok":true,"version":%d,"configured":false}\n' % protocol.VERSION
 
 
 class StandIn:
@@ -91,7 +92,7 @@ def late(number: int, client: socket.socket) -> None:
 @pytest.mark.parametrize("script", [split, glued, late], ids=["bytes apart", "in one piece", "closing, then silent"])
 def test_a_guest_that_is_slow_to_come_up(place: Path, script: Script) -> None:
     stand_in = StandIn(place / "v", script)
-    anyio.run(Guest(stand_in.path).wait_ready, 12)
+    anyio.run(Guest(stand_in.path, protocol.VERSION).wait_booted, 12)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_hostile_answers(place: Path, script: Script, error: type[Exception]) ->
     stand_in = StandIn(place / "v", script)
 
     async def read() -> None:
-        download = await Guest(stand_in.path).read("/x")
+        download = await Guest(stand_in.path, protocol.VERSION).read("/x")
         try:
             while await download.receive():
                 pass
@@ -146,7 +147,7 @@ def test_hostile_frames(place: Path, frames: bytes, error: type[Exception] | Non
     stand_in = StandIn(place / "v", greeted(b'{"ok":true}\n' + frames))
 
     async def read() -> None:
-        session = await Guest(stand_in.path).execute(True, argv=("x",))
+        session = await Guest(stand_in.path, protocol.VERSION).execute(True, argv=("x",))
         try:
             assert await session.receive() == []
         finally:
@@ -165,12 +166,12 @@ def test_no_socket_and_no_listener_are_a_guest_that_is_gone(place: Path) -> None
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.bind(str(place / name))
         with pytest.raises(GuestGone):
-            anyio.run(Guest(place / name).ping)
+            anyio.run(Guest(place / name, protocol.VERSION).ping)
 
 
 def test_a_request_that_fits_no_line_is_refused_here(place: Path) -> None:
     with pytest.raises(GuestRefused) as caught:
-        anyio.run(lambda: Guest(place / "none").execute(True, argv=("x" * (1 << 20),)))
+        anyio.run(lambda: Guest(place / "none", protocol.VERSION).execute(True, argv=("x" * (1 << 20),)))
     assert caught.value.code == "too_large"
 
 

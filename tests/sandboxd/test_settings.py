@@ -1,14 +1,12 @@
-"""Flags, sockets, locks, uids, the store: what a start refuses and what it remembers."""
+"""Flags, sockets, locks, uids: what a start refuses."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import stat
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +14,9 @@ from docopt import docopt
 
 from sandboxd import __main__ as program
 from sandboxd.adopt import lock
-from sandboxd.errors import Internal, SetupError, Unavailable
+from sandboxd.errors import SetupError, Unavailable
 from sandboxd.lifecycle import MOVES, IllegalMove, State, move
 from sandboxd.settings import default_socket, default_state_dir, read
-from sandboxd.store import Network, ProcessRecord, SandboxRecord, Store
 from sandboxd.uids import Uids, network_uids, overlapping
 from tests.daemon import assets_dir
 from tests.sandboxd.rig import ROOT
@@ -198,67 +195,3 @@ def test_nobody_else_can_write_above_the_locks_of_uids(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("run", "run/uids")] == [0o755, 0o700]
-
-
-def test_what_is_owed_is_written_once_there_is_room(tmp_path: Path) -> None:
-    store = Store(tmp_path / "state.sqlite")
-    records = [
-        SandboxRecord(f"sbx_{n}", "", State.RUNNING, "i", 1, 1, 2, (), Network("none"), float(n), 3) for n in range(3)
-    ]
-    for record in records:
-        store.put(record)
-        store.put_process(ProcessRecord(record.id, 1, ("a",), False, "s", 2.5))
-    store._db.execute("PRAGMA query_only = ON")
-    with pytest.raises(Internal, match="cannot be written"):
-        store.put(replace(records[0], name="new"))
-    ended = replace(records[0], state=State.TERMINATED)
-    store.put_done(ended)
-    done = ProcessRecord("sbx_0", 1, ("a",), False, "s", 2.5, 0)
-    store.note_process(done)
-    store.note_process(ProcessRecord("sbx_1", 1, ("a",), False, "s", 2.5, 0))
-    store.forget("sbx_1")
-    store.forget_process("sbx_2", 1)
-    store.catch_up()
-    assert store.sandboxes() == records
-    store._db.execute("PRAGMA query_only = OFF")
-    store.catch_up()
-    assert store.sandboxes() == [ended, records[2]]
-    assert (store.processes("sbx_0"), store.processes("sbx_2")) == ([done], [])
-    assert store._owed == {}
-
-
-def test_records_that_are_none_are_said(tmp_path: Path) -> None:
-    (tmp_path / "state.sqlite").write_bytes(b"no database" * 1000)
-    with pytest.raises(SetupError, match="cannot be used"):
-        Store(tmp_path / "state.sqlite")
-
-
-def test_the_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
-    store = Store(tmp_path / "state.sqlite")
-    record = SandboxRecord(
-        "sbx_1", "n", State.RUNNING, "i", 1.5, 1, 2, ("A",), Network("allowlist", ("a",), ("b",), ("c:22",)), 1.25,
-        3, 4, {"k": "ü"}, 900_001, "",
-    )  # fmt: skip
-    plain = SandboxRecord("sbx_2", "", State.PENDING, "i", 1, 1, 2, (), Network("none"), 1.0, 3)
-    process = ProcessRecord("sbx_1", 1, ("a", "\udcff"), True, "s", 2.5)
-    for one in (record, plain):
-        store.put(one)
-    store.put_process(process)
-    store.put_process(ProcessRecord("sbx_1", 2, ("b",), False, "", 2.5, -1))
-    store.close()
-    store = Store(tmp_path / "state.sqlite")
-    assert store.sandboxes() == [plain, record]
-    (text,) = store._db.execute("SELECT record FROM sandbox WHERE id = 'sbx_2'").fetchone()
-    old = json.loads(text)
-    del old["network"]["allow_tcp"]
-    store._db.execute("UPDATE sandbox SET record = ? WHERE id = 'sbx_2'", (json.dumps(old),))
-    assert store.sandboxes() == [plain, record], "as an earlier version wrote it"
-    assert store.processes("sbx_1") == [process, ProcessRecord("sbx_1", 2, ("b",), False, "", 2.5, -1)]
-    store.forget_process("sbx_1", 1)
-    store.forget("sbx_1")
-    assert store.processes("sbx_1") == [] and store.sandboxes() == [plain]
-    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in tmp_path.iterdir())
-    store._db.execute("PRAGMA user_version = 99")
-    store.close()
-    with pytest.raises(SetupError, match="another version"):
-        Store(tmp_path / "state.sqlite")
