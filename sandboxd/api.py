@@ -1,41 +1,15 @@
-"""Route → handler, error → status. Each in one place."""
+"""Route → handler, error → reply. Each in one place."""
 
 from __future__ import annotations
 
 import logging
 
 from sandboxd import wire
-from sandboxd.errors import (
-    ApiError,
-    BodyTooLarge,
-    Conflict,
-    ForbiddenOrigin,
-    Internal,
-    InvalidRequest,
-    MediaTypeRefused,
-    NotFound,
-    Refused,
-    Unauthorized,
-    Unavailable,
-    Unsupported,
-)  # fmt: skip
+from sandboxd.errors import ApiError, Internal
 from sandboxd.routes import events, files, images, node, processes, sandboxes, volumes
-from sandboxd.routes.reply import ClientGone, Handler, Reply, Request, Switch
+from sandboxd.routes.reply import ClientGone, Handler, Reply, Request, Switch, read_json
+from sandboxd.routes.table import Body
 from sandboxd.service import Service
-
-STATUS: dict[type[ApiError], int] = {
-    InvalidRequest: 400,
-    MediaTypeRefused: 415,
-    BodyTooLarge: 413,
-    Unauthorized: 401,
-    Refused: 403,
-    ForbiddenOrigin: 403,
-    NotFound: 404,
-    Conflict: 409,
-    Unsupported: 501,
-    Unavailable: 503,
-    Internal: 500,
-}
 
 HANDLERS: dict[str, Handler] = {
     **sandboxes.HANDLERS,
@@ -53,6 +27,8 @@ log = logging.getLogger("sandboxd")
 async def handle(service: Service, request: Request) -> Reply | Switch:
     """What went wrong is a reply. Raises `ClientGone` only."""
     try:
+        if request.route.request is None and request.route.body is Body.JSON:
+            await read_json(request, wire.Empty)
         return await HANDLERS[request.route.name](service, request)
     except ApiError as error:
         return failure(error)
@@ -64,6 +40,5 @@ async def handle(service: Service, request: Request) -> Reply | Switch:
 
 
 def failure(error: ApiError) -> Reply:
-    status = STATUS[type(error)]
-    body = wire.encode({"error": {"code": error.code, "message": error.message}})
-    return Reply(status, body, headers=((b"www-authenticate", b"Bearer"),) if status == 401 else ())
+    body = wire.encode(wire.Failure(error=wire.Fault(code=error.code, message=error.message)))
+    return Reply(error.status, body, headers=((b"www-authenticate", b"Bearer"),) if error.status == 401 else ())

@@ -14,9 +14,10 @@ class SandboxError(Exception):
 
 
 class ApiError(SandboxError):
-    """An answer of the API other than success. `code` is the wire name."""
+    """An answer of the API other than success. `code` is the wire name, `status` the HTTP status it comes with."""
 
     code = "internal"
+    status = 500
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -27,62 +28,75 @@ class InvalidRequest(ApiError):
     """Malformed, unknown field, or out of range."""
 
     code = "invalid_request"
+    status = 400
 
 
 class MediaTypeRefused(InvalidRequest):
     """The body is not of the media type the route takes (415)."""
 
+    status = 415
+
 
 class BodyTooLarge(InvalidRequest):
     """A raw body over the route's limit (413)."""
+
+    status = 413
 
 
 class Unauthorized(ApiError):
     """The bearer token is missing or wrong."""
 
     code = "unauthorized"
+    status = 401
 
 
 class Refused(ApiError):
     """Well formed and forbidden by policy; a retry is pointless."""
 
     code = "refused"
+    status = 403
 
 
 class ForbiddenOrigin(ApiError):
     """The request guard refused Host or Origin."""
 
     code = "forbidden_origin"
+    status = 403
 
 
 class NotFound(ApiError):
     """No such sandbox, process, file or endpoint."""
 
     code = "not_found"
+    status = 404
 
 
 class Conflict(ApiError):
     """Name taken, wrong state, directory not empty, read-only file system, stdin closed."""
 
     code = "conflict"
+    status = 409
 
 
 class Unsupported(ApiError):
     """A capability this endpoint lacks."""
 
     code = "unsupported"
+    status = 501
 
 
 class Unavailable(ApiError):
     """Not now: assets are being built, or the node takes no new sandboxes."""
 
     code = "unavailable"
+    status = 503
 
 
 class Internal(ApiError):
     """A fault of the daemon. The message on the wire is a fixed one."""
 
     code = "internal"
+    status = 500
 
 
 BY_CODE: dict[str, type[ApiError]] = {

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from egress import policy as egress
+from sandboxd import wire
 from sandboxd.errors import InvalidRequest, Refused, Unsupported
 from sandboxd.store import Network
 from sandboxd.wire import CreateRequest, NetworkRequest
@@ -46,12 +47,17 @@ RESERVED_ENV = frozenset(
     }
 )  # fmt: skip
 
-NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\Z")
-IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}\Z")
-ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-LABEL_KEY = re.compile(r"[a-z0-9][a-z0-9._/-]{0,62}\Z")
-BRANCH = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}\Z")
-COMMIT = re.compile(r"[0-9a-f]{7,64}\Z")
+def _whole(pattern: str) -> re.Pattern[str]:
+    """Python's `$` also matches before a line's end; the wire's does not."""
+    return re.compile(pattern.removesuffix("$") + r"\Z")
+
+
+NAME = _whole(wire.NAME)
+IMAGE = _whole(wire.IMAGE)
+ENV_NAME = _whole(wire.ENV_NAME)
+LABEL_KEY = _whole(wire.LABEL_KEY)
+BRANCH = _whole(wire.BRANCH)
+COMMIT = _whole(wire.COMMIT)
 MAX_LABELS = 32
 MAX_ENTRY = 300
 """Characters of an entry of a list of names, however it is written; a name has at most 253."""

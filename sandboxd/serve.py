@@ -33,6 +33,7 @@ from sandboxd.errors import (
     Unavailable,
 )  # fmt: skip
 from sandboxd.guest import Source
+from sandboxd.routes import table
 from sandboxd.routes.reply import ClientGone, Reply, Request, Switch
 from sandboxd.service import Service
 from sandboxd.unixstream import BrokenStreamError, UnixStream
@@ -397,7 +398,7 @@ def admit(event: h11.Request, body: ClientBody, allowed_hosts: frozenset[str]) -
     headers = dict(event.headers)
     check_origin(target, list(event.headers), allowed_hosts)
     path, _, query = target.partition("?")
-    found = wire.match(event.method.decode("latin-1"), path)
+    found = table.match(event.method.decode("latin-1"), path)
     if found is None:
         raise NotFound("no such endpoint")
     route, segments = found
@@ -405,10 +406,10 @@ def admit(event: h11.Request, body: ClientBody, allowed_hosts: frozenset[str]) -
         given = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
         if given != route.body.media_type:
             raise MediaTypeRefused(f"the body must be {route.body.media_type}")
-    body.cap, body.json = route.body.cap, route.body is wire.Body.JSON
+    body.cap, body.json = route.body.cap, route.body is table.Body.JSON
     if body.declared is not None and body.declared > body.cap:
         raise body.too_large()
-    return Request(route, segments, wire.query(query), headers, body)
+    return Request(route, segments, table.query(query), headers, body)
 
 
 def check_origin(target: str, headers: Iterable[tuple[bytes, bytes]], allowed_hosts: frozenset[str]) -> None:

@@ -1,4 +1,4 @@
-"""The API's types and its one route table. A leaf: names here are the names on the wire.
+"""The API's types. A leaf: names here are the names on the wire.
 
 Requests refuse unknown fields and duplicate keys; `null` means absent, as it does for a Go peer. Answers
 write a field that has no default always (so `network.allow` and `exit_code` may be null) and one with a
@@ -9,11 +9,7 @@ lone surrogate escape (`\\udc80`).
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NoReturn, TypeVar
-from urllib.parse import unquote_to_bytes
 
 import msgspec
 
@@ -26,6 +22,14 @@ BUNDLE_CAP = 4 << 30
 CHUNK = 64 << 10
 STREAM_PROTOCOL = "sbx-stream/1"
 TUNNEL_PROTOCOL = "sbx-tunnel/1"
+
+NAME = "^[a-z0-9][a-z0-9-]{0,62}$"
+IMAGE = "^[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}$"
+ENV_NAME = "^[A-Za-z_][A-Za-z0-9_]*$"
+LABEL_KEY = "^[a-z0-9][a-z0-9._/-]{0,62}$"
+BRANCH = "^[A-Za-z0-9][A-Za-z0-9._/-]{0,199}$"
+COMMIT = "^[0-9a-f]{7,64}$"
+"""Shapes of names, as the policy checks them and the API's document shows them. `$` is the end of the text."""
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -93,6 +97,11 @@ class SignalRequest(Request, frozen=True, kw_only=True):
     signal: str | None = None
 
 
+class ScheduleRequest(Request, frozen=True, kw_only=True):
+    every_secs: int | None = None
+    keep: int | None = None
+
+
 class VolumeRequest(Request, frozen=True, kw_only=True):
     name: str | None = None
     size_mb: int | None = None
@@ -107,11 +116,26 @@ class CordonRequest(Request, frozen=True, kw_only=True):
 
 
 class Empty(Request, frozen=True, kw_only=True):
-    """Routes that take no field."""
+    """Of routes that take no field."""
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Base of what the server sends."""
+
+
+class Health(Answer, frozen=True, kw_only=True):
+    status: str
+
+
+class Fault(Answer, frozen=True, kw_only=True):
+    code: str
+    message: str
+
+
+class Failure(Answer, frozen=True, kw_only=True):
+    """Every answer other than success."""
+
+    error: Fault
 
 
 class Network(Answer, frozen=True, kw_only=True):
@@ -162,6 +186,36 @@ class Process(Answer, frozen=True, kw_only=True):
 
 class Processes(Answer, frozen=True, kw_only=True):
     processes: list[Process]
+
+
+class RunResult(Answer, frozen=True, kw_only=True):
+    """The streams are base64."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    truncated: bool
+    timed_out: bool
+
+
+class OutputLine(Answer, frozen=True, kw_only=True):
+    """A piece of a stream, `data` in base64; or, last, the exit code alone. `dropped` counts the bytes before the
+    piece that are no longer kept."""
+
+    stream: str = ""
+    data: str = ""
+    dropped: int = 0
+    exit_code: int | None = None
+
+
+class Entry(Answer, frozen=True, kw_only=True):
+    name: str
+    type: str
+    size: int
+
+
+class Entries(Answer, frozen=True, kw_only=True):
+    entries: list[Entry]
 
 
 class Limits(Answer, frozen=True, kw_only=True):
@@ -398,101 +452,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _constant(name: str) -> NoReturn:
     raise InvalidRequest(f"{name} is not a JSON number")
-
-
-class Body(Enum):
-    """What a route's body is: its media type and its limit."""
-
-    JSON = ("application/json", JSON_CAP)
-    RAW = ("application/octet-stream", RAW_CAP)
-    BUNDLE = ("application/octet-stream", BUNDLE_CAP)
-
-    @property
-    def media_type(self) -> str:
-        return self.value[0]
-
-    @property
-    def cap(self) -> int:
-        return self.value[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """`name` is the operation's; `path` holds `{ref}` and `{pid}` as whole segments."""
-
-    name: str
-    method: str
-    path: str
-    body: Body = Body.JSON
-
-
-S = "/v1/sandboxes/{ref}"
-ROUTES: tuple[Route, ...] = (
-    Route("health", "GET", "/v1/health"),
-    Route("capabilities", "GET", "/v1/capabilities"),
-    Route("create", "POST", "/v1/sandboxes"),
-    Route("list", "GET", "/v1/sandboxes"),
-    Route("get", "GET", S),
-    Route("update", "PATCH", S),
-    Route("delete", "DELETE", S),
-    Route("run", "POST", f"{S}/run"),
-    Route("start", "POST", f"{S}/processes"),
-    Route("processes", "GET", f"{S}/processes"),
-    Route("process", "GET", f"{S}/processes/{{pid}}"),
-    Route("output", "GET", f"{S}/processes/{{pid}}/output"),
-    Route("stdin", "POST", f"{S}/processes/{{pid}}/stdin", Body.RAW),
-    Route("signal", "POST", f"{S}/processes/{{pid}}/signal"),
-    Route("attach", "GET", f"{S}/processes/{{pid}}/attach"),
-    Route("read_file", "GET", f"{S}/files"),
-    Route("write_file", "PUT", f"{S}/files", Body.RAW),
-    Route("remove_file", "DELETE", f"{S}/files"),
-    Route("list_dir", "GET", f"{S}/dirs"),
-    Route("tunnel", "GET", f"{S}/tunnel"),
-    Route("bundle_in", "POST", f"{S}/workspace", Body.BUNDLE),
-    Route("bundle_out", "GET", f"{S}/workspace/bundle"),
-    Route("suspend", "POST", f"{S}/suspend"),
-    Route("resume", "POST", f"{S}/resume"),
-    Route("snapshot", "POST", f"{S}/snapshots"),
-    Route("snapshot_schedule", "PUT", f"{S}/snapshot-schedule"),
-    Route("metrics", "GET", f"{S}/metrics"),
-    Route("events", "GET", f"{S}/events"),
-    Route("egress", "GET", f"{S}/egress"),
-    Route("event", "GET", "/v1/events/{ref}"),
-    Route("snapshots", "GET", "/v1/snapshots"),
-    Route("delete_snapshot", "DELETE", "/v1/snapshots/{ref}"),
-    Route("create_volume", "POST", "/v1/volumes"),
-    Route("volumes", "GET", "/v1/volumes"),
-    Route("delete_volume", "DELETE", "/v1/volumes/{ref}"),
-    Route("images", "GET", "/v1/images"),
-    Route("install_image", "POST", "/v1/images"),
-    Route("delete_image", "DELETE", "/v1/images"),
-    Route("node", "GET", "/v1/node"),
-    Route("cordon", "POST", "/v1/node/cordon"),
-    Route("verify_audit", "GET", "/v1/audit/verify"),
-    Route("openapi", "GET", "/v1/openapi.json"),
-)
-
-
-def _pattern(path: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[^/]+)", re.escape(path)) + r"\Z")
-
-
-_PATTERNS = tuple((route, _pattern(route.path)) for route in ROUTES)
-
-
-def match(method: str, path: str) -> tuple[Route, dict[str, str]] | None:
-    """The route of a request line, with the decoded segments in place of `{ref}` and `{pid}`."""
-    for route, pattern in _PATTERNS:
-        if route.method == method and (found := pattern.match(path)):
-            return route, {key: unquote(value) for key, value in found.groupdict().items()}
-    return None
-
-
-def query(text: str) -> list[tuple[str, str]]:
-    """A query string's pairs in order; `+` is a blank."""
-    pairs = (part.partition("=") for part in text.replace("+", " ").split("&") if part)
-    return [(unquote(key), unquote(value)) for key, _, value in pairs]
-
-
-def unquote(text: str) -> str:
-    return unquote_to_bytes(text).decode(errors="surrogateescape")

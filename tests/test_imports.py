@@ -136,7 +136,8 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "sandboxd.serve",
         (
-            "sandboxd.api", "sandboxd.routes.reply", "sandboxd.service", "sandboxd.guest", "sandboxd.unixstream",
+            "sandboxd.api", "sandboxd.routes.reply", "sandboxd.routes.table", "sandboxd.service",
+            "sandboxd.guest", "sandboxd.unixstream",
             "sandboxd.wire",
             "sandboxd.errors",
         ),
@@ -147,12 +148,13 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("sandboxd.service", "sandboxd.routes.*", "sandboxd.wire", "sandboxd.errors"),
         (),
     ),
+    ("sandboxd.routes.table", ("sandboxd.errors", "sandboxd.wire"), ()),
     (
         "sandboxd.routes.*",
         (
             "sandboxd.service", "sandboxd.attach", "sandboxd.events", "sandboxd.guest", "sandboxd.policy",
-            "sandboxd.processes", "sandboxd.routes.reply", "sandboxd.spool", "sandboxd.store", "sandboxd.wire",
-            "sandboxd.errors",
+            "sandboxd.processes", "sandboxd.routes.reply", "sandboxd.routes.table", "sandboxd.spool", "sandboxd.store",
+            "sandboxd.wire", "sandboxd.errors",
         ),
         ("anyio",),
     ),

@@ -15,11 +15,13 @@ from sandboxd import wire
 from sandboxd.attach import Duplex
 from sandboxd.errors import InvalidRequest, Unsupported
 from sandboxd.guest import Source
+from sandboxd.routes import table
+from sandboxd.routes.table import Route
 from sandboxd.service import Service
 
-JSON_TYPE = b"application/json"
-RAW_TYPE = b"application/octet-stream"
-LINES_TYPE = b"application/x-ndjson"
+JSON_TYPE = table.JSON_TYPE.encode()
+RAW_TYPE = table.RAW_TYPE.encode()
+LINES_TYPE = table.LINES_TYPE.encode()
 
 class ClientGone(Exception):
     """The client hung up: what it asked for stops, and nobody is answered."""
@@ -35,7 +37,7 @@ class Body(Source, Protocol):
 class Request:
     """`path` are the decoded segments of the route; a query parameter may stand once."""
 
-    route: wire.Route
+    route: Route
     path: dict[str, str]
     query: list[tuple[str, str]]
     headers: dict[bytes, bytes]
