@@ -6,7 +6,7 @@ import logging
 
 from sandboxd import wire
 from sandboxd.errors import ApiError, Internal
-from sandboxd.routes import events, files, images, node, processes, sandboxes, volumes
+from sandboxd.routes import document, events, files, images, node, processes, sandboxes, volumes
 from sandboxd.routes.reply import ClientGone, Handler, Reply, Request, Switch, read_json
 from sandboxd.routes.table import Body
 from sandboxd.service import Service
@@ -19,6 +19,7 @@ HANDLERS: dict[str, Handler] = {
     **volumes.HANDLERS,
     **images.HANDLERS,
     **node.HANDLERS,
+    **document.HANDLERS,
 }
 
 log = logging.getLogger("sandboxd")

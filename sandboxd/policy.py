@@ -30,8 +30,7 @@ CAPABILITIES = (
 EGRESS = frozenset({"network_policy_update", "egress_allowlist", "egress_open", "egress_tcp"})
 """What a daemon has that can give a sandbox a network."""
 WEB_PORT = 443
-MODES = ("none", "allowlist", "open")
-"""From the strictest on."""
+MODES = wire.MODES
 BASELINE = (
     "api.anthropic.com", "api.openai.com", "codeload.github.com", "github.com", "objects.githubusercontent.com",
     "raw.githubusercontent.com",

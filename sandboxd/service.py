@@ -51,7 +51,7 @@ from sandboxd.store import Network, ProcessRecord, SandboxRecord, Store, Unreada
 from sandboxd.termsafe import clean, first_line
 from sandboxd.uids import Claim, Uids
 from sandboxd.vm.machine import Drive, Machine, MachineSpec
-from sandboxd.wire import CreateRequest, PatchRequest, ProcessRequest
+from sandboxd.wire import SIGNALS, CreateRequest, PatchRequest, ProcessRequest
 
 BOOT_S = 60.0
 """Until guestd answers. Under emulation on a busy machine a boot takes several seconds."""
@@ -63,7 +63,6 @@ MIN_FREE_MB = 256
 """No sandbox is created with less free on the state directory's file system, unless its whole disk is smaller."""
 MESSAGE_CHARS = 500
 EVENT_ID = re.compile(r"[a-z2-7]{8}\Z")
-SIGNALS = ("INT", "TERM", "KILL", "HUP")
 
 log = logging.getLogger("sandboxd")
 

@@ -148,12 +148,15 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("sandboxd.service", "sandboxd.routes.*", "sandboxd.wire", "sandboxd.errors"),
         (),
     ),
+    ("sandboxd.openapi", ("sandboxd.routes.table", "sandboxd.wire"), ("msgspec",)),
+    ("sandboxd.reference", ("sandboxd.openapi", "sandboxd.routes.table"), ()),
     ("sandboxd.routes.table", ("sandboxd.errors", "sandboxd.wire"), ()),
     (
         "sandboxd.routes.*",
         (
-            "sandboxd.service", "sandboxd.attach", "sandboxd.events", "sandboxd.guest", "sandboxd.policy",
-            "sandboxd.processes", "sandboxd.routes.reply", "sandboxd.routes.table", "sandboxd.spool", "sandboxd.store",
+            "sandboxd.service", "sandboxd.attach", "sandboxd.events", "sandboxd.guest", "sandboxd.openapi",
+            "sandboxd.policy", "sandboxd.processes", "sandboxd.routes.reply",
+            "sandboxd.routes.table", "sandboxd.spool", "sandboxd.store",
             "sandboxd.wire", "sandboxd.errors",
         ),
         ("anyio",),

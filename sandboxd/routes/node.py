@@ -8,5 +8,4 @@ HANDLERS: dict[str, Handler] = {
     "metrics": without("metrics"),
     "node": without("node", of_sandbox=False),
     "cordon": without("node", of_sandbox=False),
-    "openapi": without("openapi", of_sandbox=False),
 }
