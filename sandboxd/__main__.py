@@ -1,7 +1,7 @@
-"""sandboxd: runs virtual machines for AI coding agents, behind one API on a local socket.
+"""sandboxd: runs virtual machines for AI coding agents, behind one API.
 
 Usage:
-  sandboxd [options]
+  sandboxd [--listen ADDRESS]... [--token-file FILE]... [--allowed-host NAME]... [options]
   sandboxd prepare [options]
   sandboxd --version
   sandboxd --help
@@ -10,9 +10,15 @@ Usage:
 what is missing before it says ready. Sandboxes outlive the daemon and are taken back when it starts again.
 
 Options:
-  --listen ADDRESS     where the API is: unix:///path
+  --listen ADDRESS     where the API is: unix:///path or HOST:PORT; may stand several times
                        [root: unix:///run/sandboxd/sandboxd.sock; others: in $XDG_RUNTIME_DIR or
                        ~/.config/sandbox]
+  --token-file FILE    holds a bearer token of at least 16 characters; with several files each one's will do.
+                       HOST:PORT needs one
+  --tls-cert FILE      certificate chain, PEM; HOST:PORT needs it where HOST is no loopback address
+  --tls-key FILE       its private key, PEM
+  --client-ca FILE     clients must have a certificate of this authority, and still a token
+  --allowed-host NAME  a name or address by which clients reach the API, beside localhost; may stand several times
   --state-dir DIR      records, disks and output
                        [root: /var/lib/sandboxd; others: ~/.local/share/sandboxd]
   --assets-dir DIR     kernel and images; several daemons may share it [assets in the state directory]
@@ -34,13 +40,11 @@ import os
 import resource
 import shutil
 import signal
-import socket
-import stat
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -54,14 +58,18 @@ from docopt import DocoptExit, docopt
 from egress import network
 from egress.control import Event
 from sandboxd import policy as rules
-from sandboxd import policy_file, registries, unixpath
+from sandboxd import policy_file, registries
 from sandboxd import settings as flags
-from sandboxd.adopt import adopt, lock, make_private
+from sandboxd.address import UnixAddress
+from sandboxd.adopt import adopt, lock
 from sandboxd.assets import apt
 from sandboxd.assets import prepare as images
 from sandboxd.assets.prepare import Assets
+from sandboxd.credentials import Credentials
 from sandboxd.errors import SandboxError, SetupError
 from sandboxd.events import EventFile
+from sandboxd.limits import Limits
+from sandboxd.listening import Listener, listening
 from sandboxd.networks import Egress, Networks
 from sandboxd.policy import Policy
 from sandboxd.registries import Registries
@@ -132,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What the daemon is put together from: a backend, what it settles once the images are there (and says in one
-    line), where images come from; what gives sandboxes a network, why none is given, and the host's registries."""
+    line), where images come from; what gives sandboxes a network, why none is given, and the host's registries; what
+    clients may take of it."""
 
     backend: Backend
     settle: Callable[[Assets, int | None], Awaitable[str]]
@@ -140,6 +149,7 @@ class Parts:
     egress: Callable[[Callable[[Event], None]], AbstractAsyncContextManager[Egress]]
     no_network: str
     registries: Callable[[], Registries]
+    limits: Limits = field(default_factory=Limits)
 
 
 def parts(settings: Settings) -> Parts:
@@ -176,6 +186,7 @@ def _registries() -> Registries:
 
 async def run(settings: Settings, choose: Callable[[Settings], Parts]) -> None:
     """The daemon, from the lock to the last connection."""
+    credentials = Credentials(settings.transport)
     held = lock(settings.state_dir)
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -183,20 +194,20 @@ async def run(settings: Settings, choose: Callable[[Settings], Parts]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         chosen = choose(settings)
         uids = Uids(settings.uid_base) if os.geteuid() == 0 else None
-        with listen(settings.socket) as listener:
+        with listening(settings.transport.listen) as listeners:
             store = Store(settings.state_dir / "state.sqlite")
             try:
-                await _serve(settings, chosen, store, uids, listener)
+                await _serve(settings, chosen, store, uids, listeners, credentials)
             finally:
                 store.close()
-                settings.socket.unlink(missing_ok=True)
     finally:
         os.close(held)
 
 
 async def _serve(
-    settings: Settings, chosen: Parts, store: Store, uids: Uids | None, listener: socket.socket
-) -> None:
+    settings: Settings, chosen: Parts, store: Store, uids: Uids | None, listeners: Sequence[Listener],
+    credentials: Credentials,
+) -> None:  # fmt: skip
     policy, used, why = await _policy(settings, chosen)
     places = Places(settings.state_dir)
     assets = AssetsState()
@@ -209,16 +220,20 @@ async def _serve(
         await parts.enter_async_context(service)
         await service.restore([(one.record, one.machine) for one in adopted], unreadable)
         log.info(
-            "version %s, API %s, listening on unix://%s, backend %s, network ceiling %s (%s), image %s",
-            _version(), API_VERSION, settings.socket, chosen.backend.name, policy.ceiling, why, policy.default_image,
+            "version %s, API %s, listening on %s, token %s, backend %s, network ceiling %s (%s), image %s",
+            _version(), API_VERSION, _where(listeners, credentials),
+            "required" if credentials.tokens else "not required", chosen.backend.name, policy.ceiling, why,
+            policy.default_image,
         )  # fmt: skip
-        server = Server(service)
+        server = Server(service, credentials, settings.transport.allowed_hosts, chosen.limits)
         async with anyio.create_task_group() as tasks:
-            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-                tasks.start_soon(server.run, listener)
+            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+                tasks.start_soon(server.run, listeners)
                 tasks.start_soon(_prepare, settings, chosen, assets, uids)
-                async for _ in signals:
-                    break
+                async for number in signals:
+                    if number != signal.SIGHUP:
+                        break
+                    _reload(credentials)
                 log.info("stopping")
                 await server.stop()
                 if settings.end_sandboxes:
@@ -227,6 +242,22 @@ async def _serve(
                 if egress is not None and not networks.in_use:
                     await egress.end()
                 tasks.cancel_scope.cancel()
+
+
+def _where(listeners: Sequence[Listener], credentials: Credentials) -> str:
+    scheme = "http" if credentials.tls is None else "https"
+    return ", ".join(
+        str(one.address) if isinstance(one.address, UnixAddress) else f"{scheme}://{one.address}" for one in listeners
+    )
+
+
+def _reload(credentials: Credentials) -> None:
+    """On SIGHUP: certificates are renewed, and tokens given and taken."""
+    try:
+        credentials.reload()
+        log.info("the token and certificate files were read again")
+    except SetupError as fault:
+        log.error("the token and certificate files were not read again, the earlier ones stay: %s", clean(str(fault)))
 
 
 async def _policy(settings: Settings, chosen: Parts) -> tuple[Policy, Registries, str]:
@@ -293,27 +324,6 @@ async def _in_daemon_thread(call: Callable[[], Assets]) -> Assets:
             raise fault
         case found:
             return found
-
-
-def listen(path: Path) -> socket.socket:
-    """The API's socket: made with mode 0600, a stale one replaced, a live one or another file left alone."""
-    try:
-        make_private(path.parent)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as fault:
-        raise SetupError(f"{path.parent} cannot be used for the socket: {fault.strerror}") from None
-    try:
-        info = os.fstat(directory)
-        open_to_others = info.st_mode & 0o022 and not info.st_mode & stat.S_ISVTX
-        if info.st_uid not in (0, os.geteuid()) or open_to_others:
-            raise SetupError(f"others could replace the socket: {path.parent} is writable for them")
-        return unixpath.bind(directory, path.name)
-    except unixpath.SocketInUseError:
-        raise SetupError(f"{path} is in use: another sandboxd answers there, or it is no socket") from None
-    except OSError as fault:
-        raise SetupError(f"{path} cannot be listened on: {fault.strerror}") from None
-    finally:
-        os.close(directory)
 
 
 def instance(state_dir: Path) -> str:

@@ -23,6 +23,7 @@ from sandboxd.lifecycle import State, move
 from sandboxd.service import Backend, Places, put_aside
 from sandboxd.store import SandboxRecord, Store, Unreadable
 from sandboxd.termsafe import clean
+from sandboxd.unixpath import make_private
 from sandboxd.vm.machine import Machine
 
 log = logging.getLogger("sandboxd")
@@ -58,12 +59,6 @@ def lock(state_dir: Path) -> int:
         os.close(fd)
         raise SetupError(f"another sandboxd uses the state directory {state_dir}") from None
     return fd
-
-
-def make_private(directory: Path) -> None:
-    """What is missing of the path is made 0700; what exists is not changed."""
-    for part in reversed((directory, *directory.parents)):
-        part.mkdir(mode=0o700, exist_ok=True)
 
 
 async def adopt(places: Places, store: Store, backend: Backend) -> tuple[list[Adopted], list[Unreadable]]:

@@ -22,6 +22,8 @@ HANDLERS: dict[str, Handler] = {
     **document.HANDLERS,
 }
 
+_WITH = {401: ((b"www-authenticate", b"Bearer"),), 503: ((b"retry-after", b"1"),)}
+
 log = logging.getLogger("sandboxd")
 
 
@@ -42,4 +44,4 @@ async def handle(service: Service, request: Request) -> Reply | Switch:
 
 def failure(error: ApiError) -> Reply:
     body = wire.encode(wire.Failure(error=wire.Fault(code=error.code, message=error.message)))
-    return Reply(error.status, body, headers=((b"www-authenticate", b"Bearer"),) if error.status == 401 else ())
+    return Reply(error.status, body, headers=_WITH.get(error.status, ()))

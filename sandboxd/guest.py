@@ -23,7 +23,7 @@ import anyio
 from guestd import protocol
 from sandboxd import skew
 from sandboxd.errors import GuestProtocolError, SandboxError, Unsupported
-from sandboxd.unixstream import BrokenStreamError, UnixStream, connect
+from sandboxd.socketstream import BrokenStreamError, SocketStream, connect
 
 GREETING_S = 10.0
 ANSWER_S = 60.0
@@ -60,7 +60,7 @@ class Source(Protocol):
 class Connection:
     """A greeted connection: raw bytes both ways. Not for two readers or two writers at once."""
 
-    def __init__(self, stream: UnixStream, ahead: bytes) -> None:
+    def __init__(self, stream: SocketStream, ahead: bytes) -> None:
         self._stream, self._ahead = stream, ahead
 
     async def receive(self) -> bytes:
@@ -338,7 +338,7 @@ class Guest:
             raise
 
 
-async def _greeting(stream: UnixStream) -> bytes:
+async def _greeting(stream: SocketStream) -> bytes:
     """Reads `OK <port>\\n` and returns what came behind it."""
     seen = b""
     while b"\n" not in seen[:GREETING_BYTES]:

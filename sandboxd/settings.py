@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sandboxd import transport
+from sandboxd.address import SOCKET
 from sandboxd.errors import SetupError
+from sandboxd.transport import Transport
 
-SOCKET = "sandboxd.sock"
-MAX_SOCKET_PATH = 104
-"""sun_path of the smallest system a client may run on, its NUL included."""
 UID_BASE = 900_000
 BACKENDS = ("auto", "qemu")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`socket` is where the API is; `build_dir` holds the native programs."""
+    """`transport` is how the API is reached; `build_dir` holds the native programs."""
 
     prepare_only: bool
-    socket: Path
+    transport: Transport
     state_dir: Path
     assets_dir: Path
     build_dir: Path
@@ -50,7 +50,7 @@ def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> 
         raise SetupError("--uid-base must be a number")
     return Settings(
         prepare_only=bool(flags["prepare"]),
-        socket=socket_path(flags["--listen"] or f"unix://{default_socket(environment, uid)}"),
+        transport=transport.read(flags["--listen"] or [f"unix://{default_socket(environment, uid)}"], flags),
         state_dir=state_dir,
         assets_dir=_path(flags["--assets-dir"]) if flags["--assets-dir"] else state_dir / "assets",
         build_dir=_path(flags["--build-dir"]) if flags["--build-dir"] else build_dir,
@@ -60,22 +60,6 @@ def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> 
         policy=_path(flags["--policy"]) if flags["--policy"] else None,
         no_network=bool(flags["--no-network"]),
     )
-
-
-def socket_path(listen: str) -> Path:
-    """The path of a unix:// address. Addresses of the network are refused: they need a token and TLS."""
-    if listen.startswith("/"):
-        raise SetupError(f"--listen {listen}: write unix://{listen}")
-    scheme, separator, rest = listen.partition("://")
-    if not separator or scheme != "unix":
-        raise SetupError(f"--listen {listen}: TCP is not built yet; use unix:///path/to/{SOCKET}")
-    if not rest.startswith("/"):
-        raise SetupError(f"--listen {listen}: the path must be absolute, as in unix:///path/to/{SOCKET}")
-    if len(os.fsencode(rest)) >= MAX_SOCKET_PATH:
-        raise SetupError(
-            f"--listen {listen}: the path of a unix socket must be shorter than {MAX_SOCKET_PATH} bytes"
-        )
-    return Path(rest)
 
 
 def default_socket(environment: Mapping[str, str], uid: int) -> Path:

@@ -87,6 +87,12 @@ def bind(dir_fd: int, name: str, backlog: int = BACKLOG) -> socket.socket:
     return sock
 
 
+def make_private(directory: Path) -> None:
+    """What is missing of the path is made 0700; what exists is not changed."""
+    for part in reversed((directory, *directory.parents)):
+        part.mkdir(mode=0o700, exist_ok=True)
+
+
 def remove_stale(dir_fd: int, name: str) -> bool:
     """Removes the socket `name` if a connection attempt proves that nobody listens. True: the name is free.
 

@@ -104,7 +104,13 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.lifecycle", (), ()),
     ("sandboxd.spool", (), ()),
     ("sandboxd.client", ("sandboxd.errors", "sandboxd.unixhttp"), ()),
-    ("sandboxd.settings", ("sandboxd.errors",), ()),
+    ("sandboxd.address", ("sandboxd.errors",), ()),
+    ("sandboxd.transport", ("sandboxd.address", "sandboxd.errors"), ()),
+    ("sandboxd.settings", ("sandboxd.address", "sandboxd.errors", "sandboxd.transport"), ()),
+    ("sandboxd.credentials", ("sandboxd.errors", "sandboxd.transport"), ()),
+    ("sandboxd.listening", ("sandboxd.address", "sandboxd.errors", "sandboxd.unixpath"), ()),
+    ("sandboxd.limits", (), ()),
+    ("sandboxd.occupancy", ("sandboxd.address", "sandboxd.limits"), ()),
     ("sandboxd.uids", ("sandboxd.errors",), ()),
     ("sandboxd.wire", ("sandboxd.errors",), ("msgspec",)),
     ("sandboxd.store", ("sandboxd.errors", "sandboxd.lifecycle"), ("msgspec",)),
@@ -124,25 +130,40 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.assets.*", ("sandboxd.errors", "sandboxd.assets.*"), ()),
     ("sandboxd.vm.qmp", (), ()),
     ("sandboxd.vm.*", ("sandboxd.vm.*", "sandboxd.errors", "sandboxd.unixpath", "native"), ("anyio",)),
-    ("sandboxd.unixstream", ("sandboxd.unixpath",), ("anyio",)),
-    ("sandboxd.guest", ("sandboxd.errors", "sandboxd.skew", "sandboxd.unixstream", "guestd.protocol"), ("anyio",)),
+    ("sandboxd.socketstream", ("sandboxd.unixpath",), ("anyio",)),
+    ("sandboxd.tlsstream", ("sandboxd.socketstream",), ("anyio",)),
+    ("sandboxd.guest", ("sandboxd.errors", "sandboxd.skew", "sandboxd.socketstream", "guestd.protocol"), ("anyio",)),
     (
         "sandboxd.processes",
         ("sandboxd.errors", "sandboxd.guest", "sandboxd.spool", "sandboxd.store", "guestd.protocol"),
         ("anyio",),
     ),
     ("sandboxd.attach", ("sandboxd.errors", "sandboxd.processes", "sandboxd.spool", "guestd.protocol"), ("anyio",)),
-    # serve → api → service, each the next one.
+    # serve → connection → api → service, each the next one.
     (
         "sandboxd.serve",
         (
-            "sandboxd.api", "sandboxd.routes.reply", "sandboxd.routes.table", "sandboxd.service",
-            "sandboxd.guest", "sandboxd.unixstream",
-            "sandboxd.wire",
-            "sandboxd.errors",
+            "sandboxd.address", "sandboxd.connection", "sandboxd.credentials", "sandboxd.errors", "sandboxd.http1",
+            "sandboxd.limits", "sandboxd.listening", "sandboxd.occupancy", "sandboxd.routes.reply", "sandboxd.service",
+            "sandboxd.socketstream", "sandboxd.tlsstream",
+        ),
+        ("anyio",),
+    ),
+    (
+        "sandboxd.connection",
+        (
+            "sandboxd.api", "sandboxd.credentials", "sandboxd.errors", "sandboxd.guard", "sandboxd.http1",
+            "sandboxd.limits", "sandboxd.occupancy", "sandboxd.routes.reply", "sandboxd.routes.table",
+            "sandboxd.service",
         ),
         ("h11", "anyio"),
     ),
+    (
+        "sandboxd.http1",
+        ("sandboxd.address", "sandboxd.limits", "sandboxd.routes.reply", "sandboxd.socketstream"),
+        ("h11", "anyio"),
+    ),
+    ("sandboxd.guard", ("sandboxd.credentials", "sandboxd.errors", "sandboxd.routes.table"), ()),
     (
         "sandboxd.api",
         ("sandboxd.service", "sandboxd.routes.*", "sandboxd.wire", "sandboxd.errors"),
@@ -154,8 +175,8 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "sandboxd.routes.*",
         (
-            "sandboxd.service", "sandboxd.attach", "sandboxd.events", "sandboxd.guest", "sandboxd.openapi",
-            "sandboxd.policy", "sandboxd.processes", "sandboxd.routes.reply",
+            "sandboxd.address", "sandboxd.service", "sandboxd.attach", "sandboxd.events", "sandboxd.guest",
+            "sandboxd.openapi", "sandboxd.policy", "sandboxd.processes", "sandboxd.routes.reply",
             "sandboxd.routes.table", "sandboxd.spool", "sandboxd.store",
             "sandboxd.wire", "sandboxd.errors",
         ),
@@ -173,7 +194,8 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "sandboxd.adopt",
         (
-            "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.service", "sandboxd.store", "sandboxd.vm.machine",
+            "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.service", "sandboxd.store", "sandboxd.unixpath",
+            "sandboxd.vm.machine",
             "sandboxd.termsafe",
         ),
         ("anyio",),

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Protocol, TypeVar
 
 from sandboxd import wire
+from sandboxd.address import Peer
 from sandboxd.attach import Duplex
 from sandboxd.errors import InvalidRequest, Unsupported
 from sandboxd.guest import Source
@@ -35,13 +36,14 @@ class Body(Source, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`path` are the decoded segments of the route; a query parameter may stand once."""
+    """`path` are the decoded segments of the route; a query parameter may stand once. `peer` is where it came from."""
 
     route: Route
     path: dict[str, str]
     query: list[tuple[str, str]]
     headers: dict[bytes, bytes]
     body: Body
+    peer: Peer
 
     def one(self, name: str) -> str:
         """A query parameter, empty when absent."""

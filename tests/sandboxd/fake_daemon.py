@@ -4,7 +4,8 @@
 
 Started as a process of its own, so that it can be killed. Files in STATE-DIR/../knobs steer it: `boot_s` delays a
 machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with; `events`
-what the stand-in network tells, `report` what it answers, `no_open` and `no_update` let it fail.
+what the stand-in network tells, `report` what it answers, `no_open` and `no_update` let it fail; `limits` (JSON) are
+other ones than the product's.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from sandboxd import __main__ as daemon
 from sandboxd.__main__ import Parts, run
 from sandboxd.assets.prepare import Assets, Progress, Report
 from sandboxd.errors import BootFailed
+from sandboxd.limits import Limits
 from sandboxd.registries import Registries
 from sandboxd.settings import Settings, read
 from sandboxd.vm.machine import Machine, MachineSpec
@@ -278,8 +280,9 @@ def parts(settings: Settings) -> Parts:
         return Registries(("registry.test",), {"/etc/pip.conf": b"[global]\nindex-url = https://registry.test/\n"})
 
     return Parts(
-        backend, settle, prepare, egress, "a stand-in without one" if settings.no_network else "", registries
-    )
+        backend, settle, prepare, egress, "a stand-in without one" if settings.no_network else "", registries,
+        Limits(**json.loads(backend.knob("limits") or b"{}")),
+    )  # fmt: skip
 
 
 def main() -> None:

@@ -13,9 +13,11 @@ import pytest
 from docopt import docopt
 
 from sandboxd import __main__ as program
+from sandboxd.address import UnixAddress
 from sandboxd.adopt import lock
 from sandboxd.errors import SetupError, Unavailable
 from sandboxd.lifecycle import MOVES, IllegalMove, State, move
+from sandboxd.listening import listen_unix
 from sandboxd.settings import default_socket, default_state_dir, read
 from sandboxd.uids import Uids, network_uids, overlapping
 from tests.daemon import assets_dir
@@ -30,7 +32,12 @@ def flags(*arguments: str) -> dict[str, object]:
     ("arguments", "part"),
     [
         (["--listen", "/tmp/x.sock"], "write unix:///tmp/x.sock"),
-        (["--listen", "127.0.0.1:80"], "TCP is not built yet"), (["--listen", "tcp://x"], "TCP is not built yet"),
+        (["--listen", "tcp://127.0.0.1:1"], "write HOST:PORT"), (["--listen", "127.0.0.1"], "write HOST:PORT"),
+        (["--listen", ":80"], "write HOST:PORT"), (["--listen", "127.0.0.1:65536"], "up to 65535"),
+        (["--listen", "127.0.0.1:http"], "up to 65535"), (["--listen", "127.0.0.1:-1"], "up to 65535"),
+        (["--listen", "build.test:80"], "an IP address or localhost"), (["--listen", "::1:80"], "brackets"),
+        (["--listen", "[127.0.0.1]:80"], "brackets"), (["--listen", "127.1:80"], "an IP address or localhost"),
+        (["--listen", "[::ffff:127.0.0.1]:80"], "write the IPv4 address 127.0.0.1"),
         (["--listen", "unix://relative"], "absolute"), (["--listen", "unix:///" + "x" * 103], "104"),
         (["--backend", "firecracker"], "not built yet"), (["--backend", "fake"], "auto or qemu"),
         (["--uid-base", "x"], "--uid-base"),
@@ -61,7 +68,7 @@ def test_default_places(environment: dict[str, str], uid: int, at: str, state: s
     assert str(default_socket(environment, uid)) == at
     assert str(default_state_dir(environment, uid)) == state
     settings = read(flags(), environment, uid)
-    assert str(settings.socket) == at and settings.assets_dir == Path(state) / "assets"
+    assert settings.transport.listen == (UnixAddress(Path(at)),) and settings.assets_dir == Path(state) / "assets"
     assert not settings.prepare_only and read(flags("prepare"), environment, uid).prepare_only
 
 
@@ -104,27 +111,27 @@ def test_a_root_daemon_that_lacks_what_networks_need_says_so_and_the_way_out(tmp
 
 def test_a_start_that_fails_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        program.main(["--listen", "0.0.0.0:1"])
+        program.main(["--listen", "tcp://0.0.0.0:1"])
     assert caught.value.code == 1
     said = capsys.readouterr().err
-    assert said.startswith("sandboxd: --listen 0.0.0.0:1: TCP is not built yet") and said.count("\n") == 1
+    assert said.startswith("sandboxd: --listen tcp://0.0.0.0:1: write HOST:PORT") and said.count("\n") == 1
 
 
 def test_the_socket_its_directory_and_its_stale_predecessor(tmp_path: Path) -> None:
     path = tmp_path / "new" / "deep" / "s.sock"
-    with program.listen(path) as first:
+    with listen_unix(path) as first:
         modes = [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent, path.parent.parent)]
         assert modes == [0o600, 0o700, 0o700]
         with pytest.raises(SetupError, match="another sandboxd answers there"):
-            program.listen(path)
+            listen_unix(path)
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
         assert first.fileno() >= 0
-    with program.listen(path):
+    with listen_unix(path):
         pass
     path.parent.chmod(0o777)
     with pytest.raises(SetupError, match="others could replace"):
-        program.listen(path)
+        listen_unix(path)
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o777
 
 

@@ -1,4 +1,4 @@
-"""Bytes over a connected unix socket, for tasks that may be cancelled at any moment.
+"""Bytes over a connected socket, for tasks that may be cancelled at any moment.
 
 A read that is cancelled has taken nothing; a write that is cancelled may have sent a part, so whoever can be cancelled
 lets somebody else write. An end of stream is `b""`; every other end is a `BrokenStreamError`. A socket that is always
@@ -7,6 +7,7 @@ ready yields to other tasks now and then, not at every call: a short exchange is
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -25,12 +26,13 @@ class BrokenStreamError(Exception):
     """The other side is gone, or this one was closed."""
 
 
-class UnixStream:
-    """Owns `sock`. One reader and one writer at a time."""
+class SocketStream:
+    """Owns `sock`. One reader and one writer at a time. A write that makes no progress for `patience_s` breaks."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.sock = sock
+        self.patience_s = math.inf
         self._unyielded = 0
 
     async def receive(self, limit_bytes: int) -> bytes:
@@ -52,7 +54,7 @@ class UnixStream:
             try:
                 view = view[self.sock.send(view) :]
             except BlockingIOError:
-                await self._wait(anyio.wait_writable)
+                await self._wait_writable()
             except OSError:
                 raise BrokenStreamError from None
         await self._yield(len(data))
@@ -75,6 +77,12 @@ class UnixStream:
             self._unyielded = 0
             await anyio.lowlevel.cancel_shielded_checkpoint()
 
+    async def _wait_writable(self) -> None:
+        with anyio.move_on_after(self.patience_s):
+            await self._wait(anyio.wait_writable)
+            return
+        raise BrokenStreamError
+
     async def _wait(self, until: Callable[[socket.socket], Awaitable[None]]) -> None:
         self._unyielded = 0
         try:
@@ -83,7 +91,7 @@ class UnixStream:
             raise BrokenStreamError from None
 
 
-def connect(path: Path) -> UnixStream:
+def connect(path: Path) -> SocketStream:
     """To a listening socket, by a path of any length. Raises OSError where nobody listens or the queue is full."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
@@ -92,4 +100,4 @@ def connect(path: Path) -> UnixStream:
     except BaseException:
         sock.close()
         raise
-    return UnixStream(sock)
+    return SocketStream(sock)
