@@ -81,6 +81,10 @@ def configure(request: Request) -> Place:
     _mount_root()
     _identify(request.hostname, request.machine_id)
     _write_files(request.files)
+    if request.volumes:
+        from guestd import volumes  # a machine without any does not wait for it
+
+        volumes.mount(_ROOT, request.volumes)
     if request.network is not None:
         _connect(request.network)
     _make_cgroup()

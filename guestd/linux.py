@@ -31,6 +31,9 @@ MS_REC: Final = 16384
 MS_PRIVATE: Final = 1 << 18
 MNT_DETACH: Final = 2
 
+# linux/fs.h
+FIFREEZE: Final = 0xC0045877
+
 # linux/sched.h
 CLONE_NEWNS: Final = 0x00020000
 

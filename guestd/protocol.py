@@ -18,7 +18,9 @@ The host dials, the guest never does. One connection carries one request:
 
 `configure` comes once, before any process. Its "network" is null, or {"address": "a.b.c.d/n", "gateway",
 "resolver", "mtu"} for the machine's one interface; its "files" are written as root: [{"path", "mode", "data"}],
-data in base64.
+data in base64. Its "volumes" are [{"path", "read_only"}], one for each drive behind the first three, in their
+order. `sync` writes out what processes wrote; with "final" nothing can be written to the volumes afterwards, and
+they are whole on their drives.
 
 The guest closes after `x`, which is there to be read although sending may fail by then. The host's end of
 stream, half-closed or whole, is a hang-up: it ends everything the process started, unless the process is
@@ -64,6 +66,7 @@ MAX_SESSIONS: Final = 128               # kept processes, finished ones included
 MAX_PATH_BYTES: Final = 4095            # PATH_MAX without its NUL, linux/limits.h
 MAX_CONFIG_FILES: Final = 32            # files of `configure`
 MAX_CONFIG_BYTES: Final = 256 << 10     # of all of them together
+MAX_VOLUMES: Final = 8
 
 STDIN: Final = "i"
 STDIN_END: Final = "e"
@@ -86,7 +89,7 @@ SIGNALS: Final = ("INT", "TERM", "KILL", "HUP")     # others are ignored
 
 ERROR_CODES: Final = (
     "not_found", "is_dir", "not_dir", "not_empty", "read_only", "no_such_command", "no_such_cwd",
-    "bad_request", "too_large", "nothing_new", "disk_full", "internal",
+    "bad_request", "too_large", "nothing_new", "disk_full", "bad_volume", "internal",
 )
 
 _HEAD: Final = struct.Struct(">BI")
@@ -254,6 +257,13 @@ def _config_files(value: Any) -> bool:
     return left >= 0
 
 
+def _volumes(value: Any) -> bool:
+    return type(value) in (list, tuple) and len(value) <= MAX_VOLUMES and all(
+        type(one) is dict and one.keys() == {"path", "read_only"} and _path(one["path"]) and _flag(one["read_only"])
+        for one in value
+    )
+
+
 def branch_name(value: Any) -> bool:
     """Whether a name may be a branch, or the base of a bundle (hex digits pass too): API section 9."""
     return (
@@ -283,7 +293,7 @@ FIELDS: Final[dict[str, dict[str, tuple[Callable[[Any], bool], bool]]]] = {
         "env": (_env, _OPTIONAL),
         "network": (_network, _OPTIONAL),
         "files": (_config_files, _OPTIONAL),
-        "volumes": (lambda value: value == [], _OPTIONAL),
+        "volumes": (_volumes, _OPTIONAL),
     },
     "exec": {
         "argv": (_argv, _REQUIRED),
@@ -349,7 +359,7 @@ class Request:
     size: int
     time_ns: int
     tty: bool
-    volumes: Sequence[str]
+    volumes: Sequence[Mapping[str, Any]]
 
     def __init__(self, op: str, **fields: Any) -> None:
         known = FIELDS.get(op) if type(op) is str else None

@@ -267,8 +267,12 @@ def _dial(place: Place, request: Request, sock: socket.socket, received: bytes) 
 
 
 def _sync(place: Place, request: Request, sock: socket.socket, received: bytes) -> None:
-    # `final` will take the volumes' write access away; there are no volumes yet, and syncing is all there is.
-    os.sync()
+    if request.final:
+        from guestd import volumes
+
+        volumes.freeze()
+    else:
+        os.sync()
     sock.sendall(protocol.encode_ok())
 
 

@@ -79,7 +79,7 @@ from sandboxd.settings import Settings
 from sandboxd.store import Store
 from sandboxd.termsafe import clean
 from sandboxd.uids import COUNT, Uids, network_uids
-from sandboxd.vm import kvm, qemu
+from sandboxd.vm import kvm, qemu, recovery
 from sandboxd.vm.commands import Accelerator, Tools, find_tools
 from sandboxd.vm.machine import Machine, MachineSpec
 from sandboxd.wire import API_VERSION
@@ -94,6 +94,7 @@ class Qemu:
 
     def __init__(self, tools: Tools, uids: range, state_dir: Path) -> None:
         self.tools, self.uids, self._state_dir = tools, uids, state_dir
+        self._e2fsck = recovery.find_e2fsck()
 
     async def settle(self, assets: Assets, uid: int | None) -> str:
         """Tries KVM with our kernel; `uid` is the trial's. Returns which accelerator it is to be, and why."""
@@ -110,6 +111,9 @@ class Qemu:
     def sweep(self, sandboxes: Path, known: frozenset[str]) -> None:
         for ended in qemu.sweep(sandboxes, known, self.tools.instance, self.uids):
             log.info("%s: its machine had no record: it was ended", ended)
+
+    async def recover(self, volume: Path, sandbox_id: str, uid: int | None) -> bool:
+        return await recovery.recover(volume, sandbox_id, uid, self._e2fsck, self.tools.instance, self.tools.jail)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -72,6 +72,23 @@ class NetworkRequest(NamedTuple):
         return {key: value for key, value in self._asdict().items() if value is not None}
 
 
+class Mount(NamedTuple):
+    """A volume's place in a sandbox."""
+
+    name: str
+    path: str
+    read_only: bool = False
+
+
+class Volume(NamedTuple):
+    """`attached_to` is the id of the sandbox that writes to it, or of the first one that reads it, or empty."""
+
+    name: str
+    size_mb: int
+    created_at: str
+    attached_to: str
+
+
 class Sandbox(NamedTuple):
     id: str
     name: str
@@ -85,6 +102,7 @@ class Sandbox(NamedTuple):
     created_at: str
     idle_timeout_secs: int
     labels: Mapping[str, str]
+    volumes: tuple[Mount, ...] = ()
 
 
 class Process(NamedTuple):
@@ -189,6 +207,7 @@ class Create(NamedTuple):
     env: Mapping[str, str] | None = None
     labels: Mapping[str, str] | None = None
     network: NetworkRequest | None = None
+    volumes: tuple[Mount, ...] = ()
 
     def body(self) -> dict[str, Any]:
         """As the wire names it."""
@@ -202,6 +221,7 @@ class Create(NamedTuple):
             "env": dict(self.env or {}) or None,
             "labels": dict(self.labels or {}) or None,
             "network": None if self.network is None else self.network.body(),
+            "volumes": [mount._asdict() for mount in self.volumes] or None,
         }
         return {key: value for key, value in asked.items() if value is not None}
 
@@ -342,6 +362,21 @@ class Client:
 
     def delete(self, ref: str) -> None:
         self._json("DELETE", _at(ref))
+
+    # Volumes
+
+    def create_volume(self, name: str, size_mb: int | None = None) -> Volume:
+        """An empty one; the server says how large where no size is given."""
+        asked = {"name": name} | ({} if size_mb is None else {"size_mb": size_mb})
+        return _volume(self._json("POST", "/v1/volumes", asked))
+
+    def volumes(self) -> list[Volume]:
+        """By name."""
+        return [_volume(one) for one in _objects(self._json("GET", "/v1/volumes"), "volumes")]
+
+    def delete_volume(self, name: str) -> None:
+        """With all that is in it."""
+        self._json("DELETE", f"/v1/volumes/{_quote(name)}")
 
     # Egress
 
@@ -684,6 +719,19 @@ def _sandbox(raw: Mapping[str, Any]) -> Sandbox:
         created_at=_text(raw, "created_at"),
         idle_timeout_secs=_number(raw, "idle_timeout_secs"),
         labels={key: _text(labels, key) for key in labels},
+        volumes=tuple(
+            Mount(_text(one, "name"), _text(one, "path"), one.get("read_only") is True)
+            for one in _objects(raw, "volumes")
+        ),
+    )
+
+
+def _volume(raw: Mapping[str, Any]) -> Volume:
+    return Volume(
+        name=_text(raw, "name"),
+        size_mb=_number(raw, "size_mb"),
+        created_at=_text(raw, "created_at"),
+        attached_to=_text(raw, "attached_to"),
     )
 
 

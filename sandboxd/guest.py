@@ -13,7 +13,7 @@ import base64
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from guestd import protocol
 from sandboxd import skew
 from sandboxd.errors import GuestProtocolError, SandboxError, Unsupported
 from sandboxd.socketstream import BrokenStreamError, SocketStream, connect
+from sandboxd.store import Mount
 
 GREETING_S = 10.0
 ANSWER_S = 60.0
@@ -212,16 +213,19 @@ class Guest:
             return answer
 
     async def configure(
-        self, hostname: str, env: dict[str, str], network: dict[str, Any] | None, files: Mapping[str, bytes]
-    ) -> None:
-        """Once per machine. `files` are by path; `network` is the protocol's, None without an interface. The values
-        of `env` are in no error of this call."""
+        self, hostname: str, env: dict[str, str], network: dict[str, Any] | None, files: Mapping[str, bytes],
+        volumes: Sequence[Mount],
+    ) -> None:  # fmt: skip
+        """Once per machine. `files` are by path; `network` is the protocol's, None without an interface; `volumes` are
+        in the order of their drives. The values of `env` are in no error of this call."""
         written = [
             {"path": path, "mode": FILE_MODE, "data": base64.b64encode(data).decode()} for path, data in files.items()
         ]
+        mounts = tuple({"path": mount.path, "read_only": mount.read_only} for mount in volumes)
         await self._ask(
             "configure", hostname=hostname, machine_id=secrets.token_hex(16), entropy=secrets.token_hex(32),
             time_ns=time.time_ns(), env=env, network=network, files=written,
+            volumes=mounts,
         )  # fmt: skip
 
     async def execute(self, end_stdin: bool, **fields: Any) -> Session:
@@ -240,6 +244,14 @@ class Guest:
     async def sessions(self) -> tuple[protocol.SessionState, ...]:
         async with self.request(ANSWER_S, "sessions") as (answer, _):
             return answer.sessions
+
+    async def quiesce(self, deadline_s: float) -> None:
+        """Nothing can be written to volumes afterwards, and all that was is on them. Raises `GuestGone` at the
+        deadline."""
+        with anyio.move_on_after(deadline_s):
+            async with self.request(deadline_s, "sync", final=True):
+                return
+        raise GuestGone(f"the guest did not answer within {deadline_s:g} s")
 
     async def forget(self, session: str) -> None:
         await self._ask("forget", session=session)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from egress import policy as egress
 from sandboxd import wire
 from sandboxd.errors import InvalidRequest, Refused, Unsupported
-from sandboxd.store import Network
-from sandboxd.wire import CreateRequest, NetworkRequest
+from sandboxd.store import Mount, Network
+from sandboxd.wire import CreateRequest, MountRequest, NetworkRequest
 
 DEFAULT_IMAGE = "sandbox-base"
 HOME = "/sandbox/home"
@@ -63,6 +63,11 @@ MAX_ENTRY = 300
 MIN_MEMORY_MB = 128
 """The guest's kernel and agent do not start in less."""
 MIN_DISK_MB = 64
+MAX_MOUNTS = 8
+MAX_MOUNT_PATH = 1024
+MOUNT_PATH = re.compile(r"/[A-Za-z0-9._/-]*\Z")
+NO_MOUNT = re.compile(r"/(?:|(?:tmp|proc|sys|dev|run|etc|usr|bin|sbin|boot|lib[^/]*|workspace)(?:/.*)?)\Z")
+"""Where no volume goes: what the system needs, what does not outlive a sandbox anyway, and the repository's place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,7 @@ class Policy:
     may_allow: tuple[str, ...] = ()
     may_allow_tcp: tuple[str, ...] = ()
     private: tuple[str, ...] = ()
-    capabilities: frozenset[str] = frozenset({"workspace_bundle", "tunnel"})
+    capabilities: frozenset[str] = frozenset({"workspace_bundle", "tunnel", "volumes"})
 
 
 def built_in(registries: Collection[str], services: Collection[str] = ()) -> Policy:
@@ -133,6 +138,7 @@ class Spec:
     labels: dict[str, str]
     network: Network
     env: dict[str, str] = field(repr=False)
+    volumes: tuple[Mount, ...] = ()
 
 
 def resolve(request: CreateRequest, policy: Policy) -> Spec:
@@ -165,9 +171,8 @@ def resolve(request: CreateRequest, policy: Policy) -> Spec:
         raise Refused("the server's policy does not allow bind")
     if request.snapshot_every_secs or request.snapshot_keep:
         raise Unsupported("this endpoint has no snapshots")
-    if request.volumes:
-        raise Unsupported("this endpoint has no volumes")
-    return Spec(name, image, cpus, memory_mb, disk_mb, idle, lifetime, labels, decided, env)
+    volumes = mounts(request.volumes or ())
+    return Spec(name, image, cpus, memory_mb, disk_mb, idle, lifetime, labels, decided, env, volumes)
 
 
 def network(request: NetworkRequest | None, policy: Policy) -> Network:
@@ -289,6 +294,47 @@ def sandbox_name(text: str) -> str:
     if not NAME.match(text):
         raise InvalidRequest("name must be 1 to 63 characters of a-z, 0-9 and -, not starting with -")
     return text
+
+
+def volume_name(text: str) -> str:
+    if not NAME.match(text):
+        raise InvalidRequest("a volume's name must be 1 to 63 characters of a-z, 0-9 and -, not starting with -")
+    return text
+
+
+def volume_size(size_mb: int | None, policy: Policy) -> int:
+    """MiB; that of a sandbox's disk where none is given."""
+    size = policy.disk_mb if size_mb is None else size_mb
+    if not 1 <= size <= policy.limits.max_disk_mb:
+        raise InvalidRequest(f"size_mb must be between 1 and {policy.limits.max_disk_mb}")
+    return size
+
+
+def mounts(asked: Collection[MountRequest]) -> tuple[Mount, ...]:
+    """API §12: where volumes may be in a sandbox. Whether they exist is not asked here."""
+    if len(asked) > MAX_MOUNTS:
+        raise InvalidRequest(f"volumes: at most {MAX_MOUNTS}")
+    found: list[Mount] = []
+    for one in asked:
+        mount = Mount(volume_name(one.name or ""), _mount_path(one.path or ""), bool(one.read_only))
+        for other in found:
+            if other.name == mount.name:
+                raise InvalidRequest(f"volumes: {mount.name} stands there twice")
+            if f"{mount.path}/".startswith(f"{other.path}/") or f"{other.path}/".startswith(f"{mount.path}/"):
+                raise InvalidRequest(f"volumes: {mount.path} and {other.path} are one within the other")
+        found.append(mount)
+    return tuple(found)
+
+
+def _mount_path(text: str) -> str:
+    if not MOUNT_PATH.match(text) or len(text) > MAX_MOUNT_PATH:
+        raise InvalidRequest(
+            f"volumes: a path must be absolute, of letters, digits and . _ - /, and at most {MAX_MOUNT_PATH} long"
+        )
+    path = guest_path("volumes: a path", text)
+    if NO_MOUNT.match(path):
+        raise InvalidRequest(f"volumes: nothing can be mounted at {path}; choose another place, such as /data")
+    return path
 
 
 def check_labels(labels: dict[str, str]) -> dict[str, str]:

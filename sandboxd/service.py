@@ -38,6 +38,7 @@ from sandboxd.errors import (
     Internal,
     InvalidRequest,
     NotFound,
+    SandboxError,
     Unavailable,
     Unsupported,
 )  # fmt: skip
@@ -47,14 +48,17 @@ from sandboxd.lifecycle import State, move
 from sandboxd.networks import Networks, interface
 from sandboxd.policy import Policy, Spec
 from sandboxd.processes import Command, Finished, Process, Processes
-from sandboxd.store import Network, ProcessRecord, SandboxRecord, Store, Unreadable
+from sandboxd.store import Mount, Network, ProcessRecord, SandboxRecord, Store, Unreadable, VolumeRecord
 from sandboxd.termsafe import clean, first_line
 from sandboxd.uids import Claim, Uids
 from sandboxd.vm.machine import Drive, Machine, MachineSpec
-from sandboxd.wire import SIGNALS, CreateRequest, PatchRequest, ProcessRequest
+from sandboxd.volumes import Use, Volumes, holder
+from sandboxd.wire import SIGNALS, CreateRequest, PatchRequest, ProcessRequest, VolumeRequest
 
 BOOT_S = 60.0
 """Until guestd answers. Under emulation on a busy machine a boot takes several seconds."""
+QUIESCE_S = 10.0
+"""For a guest to write out what it holds for its volumes."""
 TICK_S = 1.0
 EXIT_NOTICE_S = 1.0
 """How long a lost connection waits for the news that the whole machine is gone."""
@@ -79,6 +83,8 @@ class Backend(Protocol):
 
     def sweep(self, sandboxes: Path, known: frozenset[str]) -> None: ...
 
+    async def recover(self, volume: Path, sandbox_id: str, uid: int | None) -> bool: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Places:
@@ -99,6 +105,10 @@ class Places:
     def names(self, sandbox_id: str) -> Path:
         """Which address each name was given in this sandbox."""
         return self.machine(sandbox_id) / "names"
+
+    @property
+    def volumes(self) -> Path:
+        return self.state / "volumes"
 
     @property
     def outputs(self) -> Path:
@@ -199,6 +209,7 @@ class Service:
         self._places, self._store, self._backend = places, store, backend
         self._assets, self._uids = assets, uids
         self._networks, self._guest_files = networks, guest_files
+        self._volumes = Volumes(store, places.volumes, backend.recover)
         self._sandboxes: dict[str, Live] = {}
         self._left_alone: list[Unreadable] = []
         self._tasks = anyio.create_task_group()
@@ -328,6 +339,30 @@ class Service:
         if found is None:
             raise NotFound("no such event, or it is too long ago")
         return found
+
+    # -- volumes
+
+    async def create_volume(self, request: VolumeRequest) -> VolumeRecord:
+        name = rules.volume_name(request.name or "")
+        size_mb = rules.volume_size(request.size_mb, self.policy)
+        self._require_room(size_mb)
+        return await self._volumes.create(name, size_mb)
+
+    def volumes(self) -> list[tuple[VolumeRecord, str]]:
+        """By name; with the sandbox that writes to it, or the first one that reads it, or nothing."""
+        uses = self._uses()
+        return [(record, holder(record.name, uses) or "") for record in self._volumes.all()]
+
+    async def delete_volume(self, name: str) -> None:
+        await self._volumes.delete(name, self._uses())
+
+    def _uses(self) -> list[Use]:
+        """Until nothing of a sandbox runs any more, whatever its record says already."""
+        uses = [Use(one.id, 0.0, Mount(name, "", False)) for one in self._left_alone for name in one.volumes]
+        for live in self._sandboxes.values():
+            if not live.gone.is_set():
+                uses += [Use(live.record.id, live.record.created_at, mount) for mount in live.record.volumes]
+        return uses
 
     # -- processes
 
@@ -484,14 +519,15 @@ class Service:
     # -- how
 
     def _register(self, spec: Spec) -> Live:
-        """Claims the name and an id, before anything is started."""
+        """Claims the name, the volumes and an id, before anything is started."""
         self._require_free(spec.name)
+        self._volumes.claim(spec.volumes, self._uses())
         record = SandboxRecord(
             id=f"sbx_{secrets.token_hex(8)}", name=spec.name, state=State.PENDING, image=spec.image,
             cpus=spec.cpus, memory_mb=spec.memory_mb, disk_mb=spec.disk_mb, env_names=tuple(sorted(spec.env)),
             network=spec.network, created_at=time.time(), idle_timeout_secs=spec.idle_timeout_secs,
             lifetime_secs=spec.lifetime_secs, labels=spec.labels, guest_version=protocol.VERSION,
-            created_boot_s=_boot_s(),
+            created_boot_s=_boot_s(), volumes=spec.volumes,
         )  # fmt: skip
         self._store.put(record)
         return self._add(record)
@@ -520,6 +556,7 @@ class Service:
             undo.callback(claim.close)
         scratch = self._places.scratch(record.id)
         await make_scratch(scratch, record.disk_mb)
+        volumes = await self._volumes.ready(record.volumes, record.id, _uid(claim))
         link = await self._networks.open(record, self._places.names(record.id))
         undo.push_async_callback(_shielded, self._networks.close, record.id)
         try:
@@ -527,7 +564,10 @@ class Service:
                 MachineSpec(
                     id=record.id, cpus=math.ceil(record.cpus), memory_mb=record.memory_mb,
                     kernel=assets.kernel, initramfs=assets.initramfs,
-                    drives=(Drive(assets.runtime, True), Drive(assets.image, True), Drive(scratch, False)),
+                    drives=(
+                        Drive(assets.runtime, True), Drive(assets.image, True), Drive(scratch, False),
+                        *(Drive(path, one.read_only) for path, one in zip(volumes, record.volumes, strict=True)),
+                    ),
                     directory=directory, uid=_uid(claim),
                     tap_fd=None if link is None else link.tap_fd, mac="" if link is None else link.guest.mac,
                 )
@@ -548,8 +588,9 @@ class Service:
         files = {} if booted.network is None else self._guest_files
         guest = Guest(machine.vsock_path, protocol.VERSION)
         await _before_exit(
-            machine, "configuring the guest", lambda: guest.configure(hostname, spec.env, booted.network, files)
-        )
+            machine, "configuring the guest",
+            lambda: guest.configure(hostname, spec.env, booted.network, files, live.record.volumes),
+        )  # fmt: skip
         running = replace(live.record, state=move(live.record.state, State.RUNNING), uid=_uid(booted.claim))
         self._store.put(running)
         live.record, live.machine = running, machine
@@ -566,6 +607,8 @@ class Service:
             live.processes.stop()
             assert live.machine is not None
             try:
+                if not keep_disk:
+                    await self._quiesce(live)
                 await live.machine.terminate()
                 if keep_disk:
                     put_aside(self._places, live.record.id)
@@ -579,6 +622,16 @@ class Service:
                 live.gone.set()
         log.info("%s: ended: %s", live.record.id, reason)
         self._forget_old()
+
+    async def _quiesce(self, live: Live) -> None:
+        """What was written to volumes gets onto them before the machine is ended. One whose guest does not see to it
+        is ended all the same, and its journals are replayed later."""
+        if all(mount.read_only for mount in live.record.volumes):
+            return
+        try:
+            await live.guest.quiesce(QUIESCE_S)
+        except SandboxError as fault:
+            log.warning("%s: what it wrote to its volumes last may be lost: %s", live.record.id, fault)
 
     def _forget_old(self) -> None:
         ended = [live for live in self._sandboxes.values() if live.record.state is State.TERMINATED]
@@ -705,6 +758,7 @@ REFUSALS: dict[str, type[ApiError]] = {
     "read_only": Conflict,
     "nothing_new": Conflict,
     "disk_full": Conflict,
+    "bad_volume": Conflict,
     "internal": Internal,
 }
 """The guest protocol's codes as the API's errors."""
@@ -762,7 +816,7 @@ def _command(request: ProcessRequest) -> Command:
 
 async def _before_exit(machine: Machine, step: str, act: Callable[[], Awaitable[None]]) -> None:
     """Does something with a machine that may die meanwhile, or answer wrongly: then `BootFailed`, at once."""
-    fault = "the machine ended"
+    fault, unmounted = "the machine ended", ""
     done = False
 
     async def watch(scope: anyio.CancelScope) -> None:
@@ -777,7 +831,11 @@ async def _before_exit(machine: Machine, step: str, act: Callable[[], Awaitable[
         except (GuestGone, GuestProtocolError, GuestRefused) as error:
             # A refusal's own text is the guest's, and may repeat what it was given.
             fault = str(error)
+            if isinstance(error, GuestRefused) and error.code == "bad_volume":
+                unmounted = _line(error.message)
         tasks.cancel_scope.cancel()
+    if unmounted:
+        raise Conflict(f"a volume could not be mounted at {unmounted}")
     if not done:
         raise BootFailed(f"{step}: {fault}", None, await machine.console_tail())
 

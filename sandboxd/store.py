@@ -1,4 +1,4 @@
-"""What the daemon remembers across a restart: sandboxes and their processes, in one SQLite file.
+"""What the daemon remembers across a restart: sandboxes, their processes and the volumes, in one SQLite file.
 
 In and out: the frozen records below. It trusts the file (0600, in a state directory of the daemon's own) to be
 nobody else's, and not to be whole: a damaged one stops the start, a record that another version wrote is told of and
@@ -31,14 +31,17 @@ CREATE TABLE IF NOT EXISTS process (
     record TEXT NOT NULL,
     PRIMARY KEY (sandbox, pid)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS volume (name TEXT PRIMARY KEY, record TEXT NOT NULL) WITHOUT ROWID;
 """
-VERSION = 1
+VERSION = 2
 _PUT = (
     "INSERT INTO sandbox VALUES (?, ?, ?)"
     " ON CONFLICT (id) DO UPDATE SET state = excluded.state, record = excluded.record"
 )
 _FORGET = "DELETE FROM sandbox WHERE id = ?"
 _PUT_PROCESS = "INSERT OR REPLACE INTO process VALUES (?, ?, ?)"
+_PUT_VOLUME = "INSERT OR REPLACE INTO volume VALUES (?, ?)"
+_FORGET_VOLUME = "DELETE FROM volume WHERE name = ?"
 _FORGET_PROCESS = "DELETE FROM process WHERE sandbox = ? AND pid = ?"
 
 log = logging.getLogger("sandboxd")
@@ -52,6 +55,15 @@ class Network:
     allow: tuple[str, ...] | None = None
     deny: tuple[str, ...] = ()
     allow_tcp: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A volume's place in a sandbox. `path` is absolute and in normal form."""
+
+    name: str
+    path: str
+    read_only: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +91,7 @@ class SandboxRecord:
     ended_because: str = ""
     guest_version: int = 1
     created_boot_s: float = 0.0
+    volumes: tuple[Mount, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +110,22 @@ class ProcessRecord:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A record that is not one of ours, and why. `name` is the sandbox's, as far as it can be told."""
+    """A record that is not one of ours, and why. `name` is the sandbox's, `volumes` are the names of those it has, as
+    far as it can be told."""
 
     id: str
     name: str
     why: str
+    volumes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeRecord:
+    """One volume. Who uses it is in the sandboxes' records."""
+
+    name: str
+    size_mb: int
+    created_at: float
 
 
 class Store:
@@ -192,8 +216,8 @@ class Store:
                     records.append(record)
             except ValueError as fault:
                 unreadable[sandbox_id] = str(fault)
-        names = {sandbox_id: _name(text) for sandbox_id, text in rows}
-        left = [Unreadable(id, names.get(id, ""), why) for id, why in unreadable.items()]
+        texts = dict(rows)
+        left = [Unreadable(id, _name(texts[id]), why, _volume_names(texts[id])) for id, why in unreadable.items()]
         return sorted(records, key=lambda record: (record.created_at, record.id)), left
 
     def put_process(self, record: ProcessRecord) -> None:
@@ -239,8 +263,26 @@ class Store:
         rows = self._db.execute(query, (sandbox_id,)).fetchall()
         return [_read(text, ProcessRecord) for (text,) in rows]
 
+    def put_volume(self, record: VolumeRecord) -> None:
+        """Raises `Internal` where it cannot be written."""
+        self._write((record.name, 0), _PUT_VOLUME, (record.name, _text(record)))
 
-T = TypeVar("T", SandboxRecord, ProcessRecord)
+    def forget_volume(self, name: str) -> None:
+        """Raises `Internal` where it cannot be written."""
+        self._write((name, 0), _FORGET_VOLUME, (name,))
+
+    def volumes(self) -> list[VolumeRecord]:
+        """By name; without those that another version wrote, of which their files still tell."""
+        found = []
+        for name, text in self._db.execute("SELECT name, record FROM volume ORDER BY name").fetchall():
+            try:
+                found.append(_read(text, VolumeRecord))
+            except ValueError as fault:
+                log.warning("volume %s: its record was written by another version: %s", name, fault)
+        return found
+
+
+T = TypeVar("T", SandboxRecord, ProcessRecord, VolumeRecord)
 
 
 def _read(text: str, kind: type[T]) -> T:
@@ -275,6 +317,13 @@ def _name(text: str) -> str:
     return name if isinstance(name, str) else ""
 
 
+def _volume_names(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(str(one["name"]) for one in json.loads(text)["volumes"])
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return ()
+
+
 def _sandbox_row(record: SandboxRecord) -> tuple[Any, ...]:
     return record.id, record.state.value, _text(record)
 
@@ -283,6 +332,6 @@ def _process_row(record: ProcessRecord) -> tuple[Any, ...]:
     return record.sandbox, record.pid, _text(record)
 
 
-def _text(record: SandboxRecord | ProcessRecord) -> str:
+def _text(record: SandboxRecord | ProcessRecord | VolumeRecord) -> str:
     """ASCII: arguments that are no UTF-8 are lone surrogates here, which no encoding of msgspec's takes."""
     return json.dumps(msgspec.to_builtins(record))

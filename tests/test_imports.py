@@ -114,6 +114,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.uids", ("sandboxd.errors",), ()),
     ("sandboxd.wire", ("sandboxd.errors",), ("msgspec",)),
     ("sandboxd.store", ("sandboxd.errors", "sandboxd.lifecycle"), ("msgspec",)),
+    ("sandboxd.volumes", ("sandboxd.errors", "sandboxd.store", "sandboxd.termsafe"), ("anyio",)),
     ("sandboxd.skew", ("guestd.protocol",), ()),
     ("sandboxd.policy", ("sandboxd.errors", "sandboxd.store", "sandboxd.wire", "egress.policy"), ()),
     ("sandboxd.registries", ("sandboxd.errors", "egress.policy"), ()),
@@ -132,7 +133,11 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.vm.*", ("sandboxd.vm.*", "sandboxd.errors", "sandboxd.unixpath", "native"), ("anyio",)),
     ("sandboxd.socketstream", ("sandboxd.unixpath",), ("anyio",)),
     ("sandboxd.tlsstream", ("sandboxd.socketstream",), ("anyio",)),
-    ("sandboxd.guest", ("sandboxd.errors", "sandboxd.skew", "sandboxd.socketstream", "guestd.protocol"), ("anyio",)),
+    (
+        "sandboxd.guest",
+        ("sandboxd.errors", "sandboxd.skew", "sandboxd.socketstream", "sandboxd.store", "guestd.protocol"),
+        ("anyio",),
+    ),
     (
         "sandboxd.processes",
         ("sandboxd.errors", "sandboxd.guest", "sandboxd.spool", "sandboxd.store", "guestd.protocol"),
@@ -187,7 +192,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         (
             "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.store", "sandboxd.policy", "sandboxd.processes",
             "sandboxd.guest", "sandboxd.uids", "sandboxd.wire", "sandboxd.assets.prepare", "sandboxd.vm.machine",
-            "sandboxd.termsafe", "sandboxd.events", "sandboxd.networks", "guestd.protocol",
+            "sandboxd.termsafe", "sandboxd.events", "sandboxd.networks", "sandboxd.volumes", "guestd.protocol",
         ),
         ("anyio",),
     ),

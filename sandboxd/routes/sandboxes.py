@@ -69,6 +69,7 @@ def _sandbox(record: SandboxRecord) -> wire.Sandbox:
         network=_network(record.network), created_at=timestamp(record.created_at),
         idle_timeout_secs=record.idle_timeout_secs, lifetime_secs=record.lifetime_secs,
         expires_at=timestamp(ends) if record.lifetime_secs else "", labels=record.labels,
+        volumes=tuple(wire.Mount(name=one.name, path=one.path, read_only=one.read_only) for one in record.volumes),
     )  # fmt: skip
 
 

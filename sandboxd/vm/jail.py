@@ -62,7 +62,7 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class Jail:
-    """One jail. `files` and `devices` are (path on the host, path inside)."""
+    """One jail. `files`, `devices` and `writable` (files that may be written) are (path on the host, path inside)."""
 
     tools: Tools
     program: Program
@@ -72,6 +72,7 @@ class Jail:
     files: tuple[tuple[Path, str], ...]
     devices: tuple[tuple[Path, str], ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    writable: tuple[tuple[Path, str], ...] = ()
 
 
 def marker(instance: str, id: str) -> str:
@@ -93,7 +94,7 @@ def argv(jail: Jail, info_fd: int, seccomp_fd: int, arguments: Sequence[str]) ->
         binds += [(path, name if name.startswith("/") else f"/lib/{name}")]
     binds += [(setpriv.path, "/setpriv")] if setpriv else []
     binds += list(jail.files)
-    directories = _parents([target for _, target in (*binds, *jail.devices)])
+    directories = _parents([target for _, target in (*binds, *jail.devices, *jail.writable)])
 
     command = [
         str(jail.tools.prlimit),
@@ -120,6 +121,8 @@ def argv(jail: Jail, info_fd: int, seccomp_fd: int, arguments: Sequence[str]) ->
         command += ["--ro-bind", str(source), target]
     for source, target in jail.devices:
         command += ["--dev-bind", str(source), target]
+    for source, target in jail.writable:
+        command += ["--bind", str(source), target]
     command += ["--remount-ro", "/", "--cap-drop", "ALL"]
     if jail.uid is not None:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]

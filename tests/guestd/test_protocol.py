@@ -25,6 +25,7 @@ IDENTITY: dict[str, Any] = {
 NETWORK: dict[str, Any] = {
     "address": "172.16.0.2/30", "gateway": "172.16.0.1", "resolver": "172.16.0.1", "mtu": 1500,
 }
+VOLUME: dict[str, Any] = {"path": "/v", "read_only": True}
 FILE: dict[str, Any] = {"path": "/a", "mode": 0o600, "data": ""}
 
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,6 +34,10 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "configure-everything": (
         "configure",
         {**IDENTITY, "network": NETWORK, "files": [{"path": "/etc/pip.conf", "mode": 0o644, "data": "W2dsb2JhbF0K"}]},
+    ),
+    "configure-with-volumes": (
+        "configure",
+        {**IDENTITY, "volumes": [{"path": "/data", "read_only": False}, {"path": "/b", "read_only": True}]},
     ),
     "exec-plain": ("exec", {"argv": ["true"]}),
     "exec-everything": (
@@ -196,7 +201,13 @@ BAD_REQUESTS: dict[str, bytes] = {
     "33 files": line(op="configure", **IDENTITY, files=[FILE] * 33),
     "files beyond 256 KiB": line(op="configure", **IDENTITY, files=[{**FILE, "data": "AAAA" * (43 << 10)}] * 2),
     "a file beyond 256 KiB": line(op="configure", **IDENTITY, files=[{**FILE, "data": "AAAA" * (90 << 10)}]),
-    "a volume": line(op="configure", **IDENTITY, volumes=["a"]),
+    "a volume as text": line(op="configure", **IDENTITY, volumes=["a"]),
+    "nine volumes": line(op="configure", **IDENTITY, volumes=[{**VOLUME, "path": f"/{n}"} for n in range(9)]),
+    "a volume nowhere": line(op="configure", **IDENTITY, volumes=[{"read_only": True}]),
+    "a volume on the way up": line(op="configure", **IDENTITY, volumes=[{**VOLUME, "path": "/a/.."}]),
+    "a volume that is half read-only": line(op="configure", **IDENTITY, volumes=[{**VOLUME, "read_only": 1}]),
+    "a volume with more": line(op="configure", **IDENTITY, volumes=[{**VOLUME, "drive": "vda"}]),
+    "volumes that are none": line(op="configure", **IDENTITY, volumes=None),
 }
 
 

@@ -102,6 +102,13 @@ class FakeBackend:
         pid = recorded(directory)
         return None if pid is None else FakeMachine(directory, sandbox_id, pid)
 
+    async def recover(self, volume: Path, sandbox_id: str, uid: int | None) -> bool:
+        await anyio.sleep(float(self.knob("recover_s") or 0))
+        if self.knob("no_recover"):
+            return False
+        done = await anyio.run_process(["/usr/sbin/e2fsck", "-p", str(volume)], check=False)
+        return done.returncode in (0, 1)
+
     def sweep(self, sandboxes: Path, known: frozenset[str]) -> None:
         for directory in sandboxes.iterdir():
             if directory.name not in known and (pid := recorded(directory)) is not None:

@@ -98,7 +98,6 @@ def test_c7_environment_values_go_in_and_never_out(rig: Rig, box: str) -> None:
         pytest.param({"image": "debian:12"}, 501, "unsupported", id="OCI images are not built yet"),
         pytest.param({"snapshot_id": "snp_0"}, 501, "unsupported", id="no snapshots"),
         pytest.param({"snapshot_every_secs": 300}, 501, "unsupported", id="no schedules"),
-        pytest.param({"volumes": [{"name": "v", "path": "/v"}]}, 501, "unsupported", id="no volumes"),
         pytest.param({"bind": {"host_path": "/"}}, 403, "refused", id="no bind (C49)"),
         pytest.param({"bind": {"host_path": "relative"}}, 403, "refused", id="no bind at all"),
         pytest.param({"network": {"mode": "open"}}, 403, "refused", id="open above the ceiling (C23)"),
@@ -469,8 +468,8 @@ def test_what_this_endpoint_lacks_is_501(rig: Rig, box: str, method: str, path: 
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", "/v1/snapshots"), ("DELETE", "/v1/snapshots/snp_0"), ("POST", "/v1/volumes"), ("GET", "/v1/volumes"),
-        ("DELETE", "/v1/volumes/v"), ("GET", "/v1/images"), ("POST", "/v1/images"), ("DELETE", "/v1/images?image=x"),
+        ("GET", "/v1/snapshots"), ("DELETE", "/v1/snapshots/snp_0"), ("GET", "/v1/images"), ("POST", "/v1/images"),
+        ("DELETE", "/v1/images?image=x"),
     ],
 )  # fmt: skip
 def test_other_endpoints_are_501_too(rig: Rig, method: str, path: str) -> None:
