@@ -23,9 +23,9 @@ export SANDBOX_TEST_ASSETS := $(ASSETS)
 
 APT := qemu-system-x86 bubblewrap mmdebstrap e2fsprogs erofs-utils lz4 xz-utils zstd \
        gcc libc6-dev make pkg-config git ca-certificates python3 python3-venv python3-dev util-linux procps uidmap \
-       nftables iproute2 libseccomp2 libcap-dev
+       nftables iproute2 libseccomp2 libcap-dev skopeo umoci
 # Sanitizer and fuzzing builds use clang; a user who only runs the demo does not need it.
-APT_TEST := $(APT) clang llvm libclang-rt-14-dev cpio openssh-client openssh-server curl musl-tools
+APT_TEST := $(APT) clang llvm libclang-rt-14-dev cpio openssh-client openssh-server curl musl-tools docker-registry
 
 # What the benchmarks stand beside. Its services are not started.
 APT_BENCH := haproxy nginx-light libnginx-mod-stream
@@ -34,7 +34,7 @@ CFLAGS_HARD := -std=c11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -D
 LDFLAGS_HARD := -Wl,-z,relro,-z,now
 PROGRAMS := $(BUILD)/sandbox-vsock $(BUILD)/guest-init $(BUILD)/guest-exec
 
-.PHONY: help demo test lint bench bench-check soak fuzz clean setup apt apt-test apt-bench apt-bench-install assets programs sanitizers
+.PHONY: help demo test lint bench bench-check soak fuzz clean setup apt apt-test apt-test-install apt-bench apt-bench-install assets programs sanitizers
 
 help:
 	@sed -n 's/^\(demo\|test\|lint\|bench\|bench-check\|soak\|fuzz\|clean\|assets\):.*## /  make \1 - /p' Makefile
@@ -92,16 +92,23 @@ endef
 apt:
 	$(call apt_install,$(APT))
 
+# Debian starts a service as it installs it, unless there is a policy against that (invoke-rc.d(8)).
+define apt_unstarted
+	@policy=/usr/sbin/policy-rc.d; \
+	if [ "$$(id -u)" = 0 ] && [ ! -e $$policy ] && ! dpkg-query -W $(1) >/dev/null 2>&1; then \
+	    printf '#!/bin/sh\nexit 101\n' > $$policy; chmod 755 $$policy; trap "rm -f $$policy" EXIT; \
+	    $(MAKE) -s $(2); \
+	else $(MAKE) -s $(2); fi
+endef
+
 apt-test: apt
+	$(call apt_unstarted,$(APT_TEST),apt-test-install)
+
+apt-test-install:
 	$(call apt_install,$(APT_TEST))
 
-# Debian starts a service as it installs it, unless there is a policy against that (invoke-rc.d(8)).
 apt-bench: apt
-	@policy=/usr/sbin/policy-rc.d; \
-	if [ "$$(id -u)" = 0 ] && [ ! -e $$policy ] && ! dpkg-query -W $(APT_BENCH) >/dev/null 2>&1; then \
-	    printf '#!/bin/sh\nexit 101\n' > $$policy; chmod 755 $$policy; trap "rm -f $$policy" EXIT; \
-	    $(MAKE) -s apt-bench-install; \
-	else $(MAKE) -s apt-bench-install; fi
+	$(call apt_unstarted,$(APT_BENCH),apt-bench-install)
 
 apt-bench-install:
 	$(call apt_install,$(APT_BENCH))

@@ -1,7 +1,8 @@
 """sandboxd: runs virtual machines for AI coding agents, behind one API.
 
 Usage:
-  sandboxd [--listen ADDRESS]... [--token-file FILE]... [--allowed-host NAME]... [options]
+  sandboxd [--listen ADDRESS]... [--token-file FILE]... [--allowed-host NAME]...
+           [--insecure-registry HOST:PORT]... [options]
   sandboxd prepare [options]
   sandboxd --version
   sandboxd --help
@@ -26,6 +27,9 @@ Options:
   --end-sandboxes      end all sandboxes when the daemon stops
   --uid-base N         as root: the first of 4096 uids for virtual machines, and two behind them [900000]
   --policy FILE        what sandboxes may have, as YAML [the built-in policy]
+  --default-image REF  what sandboxes start from unless they say otherwise; comes before the policy's
+  --insecure-registry HOST:PORT
+                       a registry that is spoken to without TLS; may be given again
   --no-network         as root: give no sandbox a network
   --build-dir DIR      where the native programs are [build beside this package]
   --version            print the version and exit
@@ -62,12 +66,13 @@ from sandboxd import policy_file, registries
 from sandboxd import settings as flags
 from sandboxd.address import UnixAddress
 from sandboxd.adopt import adopt, lock
-from sandboxd.assets import apt
-from sandboxd.assets import prepare as images
+from sandboxd.assets import apt, confined, oci
+from sandboxd.assets import prepare as building
 from sandboxd.assets.prepare import Assets
 from sandboxd.credentials import Credentials
-from sandboxd.errors import SandboxError, SetupError
+from sandboxd.errors import ApiError, SandboxError, SetupError
 from sandboxd.events import EventFile
+from sandboxd.images import Images
 from sandboxd.limits import Limits
 from sandboxd.listening import Listener, listening
 from sandboxd.networks import Egress, Networks
@@ -78,7 +83,7 @@ from sandboxd.service import AssetsState, Backend, Places, Service
 from sandboxd.settings import Settings
 from sandboxd.store import Store
 from sandboxd.termsafe import clean
-from sandboxd.uids import COUNT, Uids, network_uids
+from sandboxd.uids import COUNT, Uids, image_uids, network_uids
 from sandboxd.vm import kvm, qemu, recovery
 from sandboxd.vm.commands import Accelerator, Tools, find_tools
 from sandboxd.vm.machine import Machine, MachineSpec
@@ -129,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         settings = flags.read(given, os.environ, os.geteuid())
         if settings.prepare_only:
-            images.prepare(settings.assets_dir, settings.build_dir, _print_progress())
+            building.prepare(settings.assets_dir, settings.build_dir, _print_progress())
             log.info("the images are ready")
         else:
             anyio.run(run, settings, parts)
@@ -149,7 +154,7 @@ class Parts:
 
     backend: Backend
     settle: Callable[[Assets, int | None], Awaitable[str]]
-    prepare: Callable[[Path, Path, images.Report], Assets]
+    prepare: Callable[[Path, Path, building.Report], Assets]
     egress: Callable[[Callable[[Event], None]], AbstractAsyncContextManager[Egress]]
     no_network: str
     registries: Callable[[], Registries]
@@ -166,7 +171,7 @@ def parts(settings: Settings) -> Parts:
         proxy_uids = network_uids(settings.uid_base)
         return network.Egress(settings.state_dir, own, proxy_uids, on_event, lambda line: log.info("%s", clean(line)))
 
-    return Parts(backend, backend.settle, images.prepare, egress, _no_network(settings), _registries)
+    return Parts(backend, backend.settle, building.prepare, egress, _no_network(settings), _registries)
 
 
 def _no_network(settings: Settings) -> str:
@@ -220,7 +225,8 @@ async def _serve(
     async with AsyncExitStack() as parts:
         egress = await _networks(settings, chosen, events, parts)
         networks = Networks(egress, policy, events)
-        service = Service(places, store, chosen.backend, policy, assets, uids, networks, used.files)
+        images = await parts.enter_async_context(_images(settings, places, policy))
+        service = Service(places, store, chosen.backend, policy, assets, uids, networks, used.files, images)
         await parts.enter_async_context(service)
         await service.restore([(one.record, one.machine) for one in adopted], unreadable)
         log.info(
@@ -270,9 +276,25 @@ async def _policy(settings: Settings, chosen: Parts) -> tuple[Policy, Registries
     policy = rules.built_in(used.names, used.services)
     if settings.policy is not None:
         policy = policy_file.read(settings.policy, policy)
+    if settings.default_image:
+        policy = replace(policy, default_image=settings.default_image)
+    if lacking := oci.missing():
+        log.warning("no images of registries here; let root run: %s", lacking)
+    else:
+        policy = rules.with_images(policy)
+    try:
+        rules.check_image(policy.default_image, policy)
+    except ApiError as fault:
+        raise SetupError(f"the default image {clean(policy.default_image)} cannot be used: {fault}") from None
     if chosen.no_network:
         return rules.without_network(policy), used, chosen.no_network
     return rules.with_network(policy), used, f"policy {settings.policy}" if settings.policy else "built-in policy"
+
+
+def _images(settings: Settings, places: Places, policy: Policy) -> Images:
+    ids = confined.ids(os.geteuid(), image_uids(settings.uid_base).start)
+    registry = oci.Registry(ids, settings.insecure_registries, rules.RESERVED_ENV, os.environ)
+    return Images(places.images, registry, ids, policy.limits.max_disk_mb << 20)
 
 
 async def _networks(
@@ -294,7 +316,7 @@ async def _prepare(settings: Settings, chosen: Parts, assets: AssetsState, uids:
     """Builds what is missing, in a thread, while the API already answers; then settles the backend."""
     show = _print_progress()
 
-    def report(progress: images.Progress) -> None:
+    def report(progress: building.Progress) -> None:
         assets.report(progress)
         show(progress)
 
@@ -335,11 +357,11 @@ def instance(state_dir: Path) -> str:
     return hashlib.sha256(os.fsencode(os.path.realpath(state_dir))).hexdigest()[:12]
 
 
-def _print_progress() -> images.Report:
+def _print_progress() -> building.Report:
     """Progress on stderr, a line per step of ten percent."""
     last: list[tuple[str, int]] = []
 
-    def show(progress: images.Progress) -> None:
+    def show(progress: building.Progress) -> None:
         step = (progress.phase, progress.percent // 10)
         if step not in last:
             last[:] = [step]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from egress import policy as egress
 from sandboxd import wire
+from sandboxd.assets import reference
 from sandboxd.errors import InvalidRequest, Refused, Unsupported
 from sandboxd.store import Mount, Network
 from sandboxd.wire import CreateRequest, MountRequest, NetworkRequest
@@ -95,6 +96,8 @@ class Policy:
     disk_mb: int = 10240
     idle_timeout_secs: int = 1800
     default_image: str = DEFAULT_IMAGE
+    images: tuple[str, ...] | None = None
+    """The only ones that are permitted; None: any."""
     ceiling: str = "none"
     default_network: Network = field(default_factory=lambda: Network("none"))
     may_allow: tuple[str, ...] = ()
@@ -115,6 +118,10 @@ def built_in(registries: Collection[str], services: Collection[str] = ()) -> Pol
 
 def with_network(policy: Policy) -> Policy:
     return replace(policy, capabilities=policy.capabilities | EGRESS)
+
+
+def with_images(policy: Policy) -> Policy:
+    return replace(policy, capabilities=policy.capabilities | {"images"})
 
 
 def without_network(policy: Policy) -> Policy:
@@ -148,11 +155,7 @@ def resolve(request: CreateRequest, policy: Policy) -> Spec:
         raise Unsupported("this endpoint has no snapshots")
     name = sandbox_name(request.name) if request.name else ""
     labels = check_labels(request.labels or {})
-    image = request.image or policy.default_image
-    if not IMAGE.match(image):
-        raise InvalidRequest("image is not a valid reference")
-    if image != policy.default_image:
-        raise Unsupported(f"OCI images are not built yet: the only image here is {policy.default_image}")
+    image = check_image(request.image or policy.default_image, policy)
     cpus = request.cpus or policy.cpus
     if not math.isfinite(cpus) or cpus < 0 or cpus > limits.max_cpus:
         raise InvalidRequest(f"cpus must be between 0 and {limits.max_cpus}")
@@ -173,6 +176,24 @@ def resolve(request: CreateRequest, policy: Policy) -> Spec:
         raise Unsupported("this endpoint has no snapshots")
     volumes = mounts(request.volumes or ())
     return Spec(name, image, cpus, memory_mb, disk_mb, idle, lifetime, labels, decided, env, volumes)
+
+
+def image_name(image: str) -> str:
+    """Ours, or a reference to a registry's."""
+    if not IMAGE.match(image):
+        raise InvalidRequest("image is not a valid reference")
+    if image != DEFAULT_IMAGE:
+        reference.parse(image)
+    return image
+
+
+def check_image(image: str, policy: Policy) -> str:
+    image_name(image)
+    if policy.images is not None and image not in policy.images:
+        raise Refused("the server's policy does not permit this image (images in its policy)")
+    if image != DEFAULT_IMAGE and "images" not in policy.capabilities:
+        raise Unsupported(f"this endpoint does not have the capability images: the only image here is {DEFAULT_IMAGE}")
+    return image
 
 
 def network(request: NetworkRequest | None, policy: Policy) -> Network:

@@ -20,7 +20,7 @@ import yaml
 
 from sandboxd import policy as rules
 from sandboxd.errors import InvalidRequest, SetupError
-from sandboxd.policy import DEFAULT_IMAGE, MODES, Limits, Policy
+from sandboxd.policy import MODES, Limits, Policy
 from sandboxd.store import Network
 
 MAX_BYTES = 1 << 20
@@ -208,20 +208,32 @@ class _Section:
 
 
 def _policy(root: _Section, built_in: Policy) -> Policy:
-    if root.value.pop("images", None) is not None:
-        root.fault("images", "other images are not built yet")
     if root.value.pop("pools", None) not in (None, []):
         root.fault("pools", "pools are not built yet")
     if root.take("allow_bind", False, lambda value: isinstance(value, bool), "true or false"):
         root.fault("allow_bind", "bind is not built yet")
-    image = root.take("default_image", built_in.default_image, lambda value: isinstance(value, str), "an image")
-    if image != DEFAULT_IMAGE:
-        root.fault("default_image", f"other images than {DEFAULT_IMAGE} are not built yet")
+    built_in = _images(root, built_in)
     limits = _limits(root.section("limits"), built_in.limits)
-    policy = _defaults(root.section("defaults"), replace(built_in, limits=limits, default_image=image))
+    policy = _defaults(root.section("defaults"), replace(built_in, limits=limits))
     policy = _network(root.section("network"), policy)
     root.done()
     return policy
+
+
+def _images(root: _Section, built_in: Policy) -> Policy:
+    default = root.take("default_image", built_in.default_image, lambda value: isinstance(value, str), "an image")
+    images = root.take(
+        "images", None, lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+        "a list of images",
+    )  # fmt: skip
+    for key, one in (("default_image", default), *((f"images[{at}]", one) for at, one in enumerate(images or ()))):
+        try:
+            rules.image_name(one)
+        except InvalidRequest as fault:
+            root.fault(key, fault.message.removeprefix("image: "))
+    if images is not None and default not in images:
+        root.fault("images", f"the default image, {rules.printable(default)}, must be among them")
+    return replace(built_in, default_image=default, images=None if images is None else tuple(images))
 
 
 def _limits(section: _Section, built_in: Limits) -> Limits:

@@ -44,6 +44,7 @@ from sandboxd.errors import (
 )  # fmt: skip
 from sandboxd.events import Decision
 from sandboxd.guest import Connection, Download, Guest, GuestGone, GuestRefused, Source
+from sandboxd.images import Images, Status
 from sandboxd.lifecycle import State, move
 from sandboxd.networks import Networks, interface
 from sandboxd.policy import Policy, Spec
@@ -111,6 +112,14 @@ class Places:
         return self.state / "volumes"
 
     @property
+    def images(self) -> Path:
+        return self.state / "images"
+
+    def drive(self, sandbox_id: str) -> Path:
+        """The drive of its image, when that is a registry's."""
+        return self.machine(sandbox_id) / "image.erofs"
+
+    @property
     def outputs(self) -> Path:
         return self.state / "output"
 
@@ -135,6 +144,16 @@ class AssetsState:
 
     def ready(self, assets: Assets) -> None:
         self._assets = assets
+
+    def base_image(self) -> Status:
+        """Ours, as one of the images."""
+        if self._assets is None:
+            return Status(rules.DEFAULT_IMAGE, "installing")
+        try:
+            status = self._assets.image.stat()
+        except FileNotFoundError:
+            return Status(rules.DEFAULT_IMAGE, "failed", error="its file is gone; restarting sandboxd makes it again")
+        return Status(rules.DEFAULT_IMAGE, "installed", bytes=status.st_size, installed_at=status.st_ctime)
 
     def get(self) -> Assets:
         if self._assets is None:
@@ -201,14 +220,14 @@ class Service:
 
     def __init__(
         self, places: Places, store: Store, backend: Backend, policy: Policy, assets: AssetsState,
-        uids: Uids | None, networks: Networks, guest_files: Mapping[str, bytes],
+        uids: Uids | None, networks: Networks, guest_files: Mapping[str, bytes], images: Images,
     ) -> None:  # fmt: skip
         """`guest_files` are written in sandboxes that have a network."""
         self.policy = policy
         self.backend_name = backend.name
         self._places, self._store, self._backend = places, store, backend
         self._assets, self._uids = assets, uids
-        self._networks, self._guest_files = networks, guest_files
+        self._networks, self._guest_files, self._images = networks, guest_files, images
         self._volumes = Volumes(store, places.volumes, backend.recover)
         self._sandboxes: dict[str, Live] = {}
         self._left_alone: list[Unreadable] = []
@@ -326,6 +345,38 @@ class Service:
             for live in list(self._sandboxes.values()):
                 if live.record.state is not State.TERMINATED:
                     tasks.start_soon(self.delete, live.record.id)
+
+    # -- images
+
+    def images(self) -> list[Status]:
+        """By name; ours is one of them."""
+        return sorted([self._base_image(), *self._images.all()], key=lambda one: one.image)
+
+    def image(self, name: str) -> Status:
+        return self._base_image() if name == rules.DEFAULT_IMAGE else self._images.status(name)
+
+    def install_image(self, name: str) -> Status:
+        rules.check_image(name, self.policy)
+        if name != rules.DEFAULT_IMAGE:
+            self._images.install(name)
+        return self.image(name)
+
+    def delete_image(self, name: str) -> int:
+        """Returns how many bytes are free again."""
+        status = self.image(name)
+        if name in (rules.DEFAULT_IMAGE, self.policy.default_image) and status.state != "failed":
+            raise Conflict(f"the image {name} is the server's own or its default one and stays")
+        if self.image_in_use(name):
+            raise Conflict(f"the image {name} is in use by a sandbox")
+        return self._images.delete(name)
+
+    def image_in_use(self, name: str) -> bool:
+        return any(
+            live.record.image == name and live.record.state is not State.TERMINATED for live in self._sandboxes.values()
+        )
+
+    def _base_image(self) -> Status:
+        return self._assets.base_image()
 
     # -- what their networks are used for
 
@@ -554,6 +605,10 @@ class Service:
         if self._uids is not None:
             claim = self._uids.claim()
             undo.callback(claim.close)
+        image = assets.image
+        if record.image != rules.DEFAULT_IMAGE:
+            image = self._places.drive(record.id)
+            await self._images.provide(record.image, image)
         scratch = self._places.scratch(record.id)
         await make_scratch(scratch, record.disk_mb)
         volumes = await self._volumes.ready(record.volumes, record.id, _uid(claim))
@@ -565,7 +620,7 @@ class Service:
                     id=record.id, cpus=math.ceil(record.cpus), memory_mb=record.memory_mb,
                     kernel=assets.kernel, initramfs=assets.initramfs,
                     drives=(
-                        Drive(assets.runtime, True), Drive(assets.image, True), Drive(scratch, False),
+                        Drive(assets.runtime, True), Drive(image, True), Drive(scratch, False),
                         *(Drive(path, one.read_only) for path, one in zip(volumes, record.volumes, strict=True)),
                     ),
                     directory=directory, uid=_uid(claim),

@@ -35,6 +35,8 @@ class Settings:
     uid_base: int
     policy: Path | None
     no_network: bool
+    default_image: str
+    insecure_registries: tuple[str, ...]
 
 
 def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> Settings:
@@ -59,7 +61,16 @@ def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> 
         uid_base=int(base),
         policy=_path(flags["--policy"]) if flags["--policy"] else None,
         no_network=bool(flags["--no-network"]),
+        default_image=flags["--default-image"] or "",
+        insecure_registries=tuple(_registry(text) for text in flags["--insecure-registry"]),
     )
+
+
+def _registry(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536 or "/" in text:
+        raise SetupError(f"--insecure-registry {text}: write HOST:PORT, as it stands in the images' names")
+    return text
 
 
 def default_socket(environment: Mapping[str, str], uid: int) -> Path:

@@ -18,6 +18,7 @@ from sandboxd.errors import SetupError, Unavailable
 
 DEFAULT_BASE = 900_000
 COUNT = 4096
+IMAGE_IDS = 65536
 LOCKS = Path("/run/sandboxd/uids")
 
 
@@ -31,11 +32,11 @@ class Claim:
 
 
 class Uids:
-    """`base` and the `COUNT` uids from it on, then egress's and the resolver's. Raises `SetupError` where they belong
-    to somebody."""
+    """`base` and the `COUNT` uids from it on, then egress's and the resolver's, then those that images are built with.
+    Raises `SetupError` where they belong to somebody."""
 
     def __init__(self, base: int, locks: Path = LOCKS, subuid: str | None = None) -> None:
-        every = COUNT + len(network_uids(base))
+        every = image_uids(base).stop - base
         if not 1000 < base < (1 << 31) - every:
             raise SetupError(f"--uid-base {base} is not usable: take a number between 100000 and 2000000000")
         owner = overlapping(_read("/etc/subuid") if subuid is None else subuid, base, every)
@@ -72,6 +73,11 @@ class Uids:
 def network_uids(base: int) -> tuple[int, int]:
     """Egress's and the resolver's: behind those of the VMMs."""
     return base + COUNT, base + COUNT + 1
+
+
+def image_uids(base: int) -> range:
+    """Those of the programs that build images, and of the files in them meanwhile."""
+    return range(base + IMAGE_IDS, base + 2 * IMAGE_IDS)
 
 
 def overlapping(subuid: str, base: int, count: int) -> str | None:

@@ -116,7 +116,11 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.store", ("sandboxd.errors", "sandboxd.lifecycle"), ("msgspec",)),
     ("sandboxd.volumes", ("sandboxd.errors", "sandboxd.store", "sandboxd.termsafe"), ("anyio",)),
     ("sandboxd.skew", ("guestd.protocol",), ()),
-    ("sandboxd.policy", ("sandboxd.errors", "sandboxd.store", "sandboxd.wire", "egress.policy"), ()),
+    (
+        "sandboxd.policy",
+        ("sandboxd.errors", "sandboxd.store", "sandboxd.wire", "sandboxd.assets.reference", "egress.policy"),
+        (),
+    ),
     ("sandboxd.registries", ("sandboxd.errors", "egress.policy"), ()),
     ("sandboxd.policy_file", ("sandboxd.errors", "sandboxd.policy", "sandboxd.store", "egress.policy"), ("yaml",)),
     ("sandboxd.events", ("sandboxd.errors", "egress.control"), ()),
@@ -127,6 +131,18 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
             "egress.network", "egress.policy",
         ),
         ("anyio",),
+    ),
+    # Run in a jail, without the rest of the package.
+    ("sandboxd.assets.layers", (), ()),
+    ("sandboxd.assets.confined", ("sandboxd.assets.rootspace",), ("anyio",)),
+    ("sandboxd.assets.oci", ("sandboxd.errors", "sandboxd.assets.*"), ("anyio", "msgspec")),
+    (
+        "sandboxd.images",
+        (
+            "sandboxd.errors", "sandboxd.termsafe", "sandboxd.assets.confined", "sandboxd.assets.manifest",
+            "sandboxd.assets.oci", "sandboxd.assets.reference",
+        ),
+        ("anyio", "msgspec"),
     ),
     ("sandboxd.assets.*", ("sandboxd.errors", "sandboxd.assets.*"), ()),
     ("sandboxd.vm.qmp", (), ()),
@@ -181,6 +197,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         "sandboxd.routes.*",
         (
             "sandboxd.address", "sandboxd.service", "sandboxd.attach", "sandboxd.events", "sandboxd.guest",
+            "sandboxd.images",
             "sandboxd.openapi", "sandboxd.policy", "sandboxd.processes", "sandboxd.routes.reply",
             "sandboxd.routes.table", "sandboxd.spool", "sandboxd.store",
             "sandboxd.wire", "sandboxd.errors",
@@ -192,7 +209,8 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         (
             "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.store", "sandboxd.policy", "sandboxd.processes",
             "sandboxd.guest", "sandboxd.uids", "sandboxd.wire", "sandboxd.assets.prepare", "sandboxd.vm.machine",
-            "sandboxd.termsafe", "sandboxd.events", "sandboxd.networks", "sandboxd.volumes", "guestd.protocol",
+            "sandboxd.termsafe", "sandboxd.events", "sandboxd.images", "sandboxd.networks", "sandboxd.volumes",
+            "guestd.protocol",
         ),
         ("anyio",),
     ),

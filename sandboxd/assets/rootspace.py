@@ -58,10 +58,10 @@ def require(uid: int, etc: Path = Path("/etc")) -> None:
     lacking = [
         (option, path)
         for option, path in (("--add-subuids", etc / "subuid"), ("--add-subgids", etc / "subgid"))
-        if granted(_read(path), name, uid) < IDS_NEEDED
+        if granted(read(path), name, uid) < IDS_NEEDED
     ]
     if lacking:
-        options = " ".join(f"{option} {free_range(_read(path))}" for option, path in lacking)
+        options = " ".join(f"{option} {free_range(read(path))}" for option, path in lacking)
         raise SetupError(
             f"The user {name} has no subordinate ids, which building the base image without root needs. "
             f"Run as root, once:\n  usermod {options} {name}"
@@ -81,7 +81,13 @@ def require(uid: int, etc: Path = Path("/etc")) -> None:
 
 def granted(table: str, name: str, uid: int) -> int:
     """The size of the largest range /etc/subuid (or subgid) gives to a user, by name or by number."""
-    return max((count for owner, _, count in _rows(table) if owner in (name, str(uid))), default=0)
+    return largest(table, name, uid)[1]
+
+
+def largest(table: str, name: str, uid: int) -> tuple[int, int]:
+    """(first id, how many) of that range; (0, 0) where there is none."""
+    ranges = [(first, count) for owner, first, count in _rows(table) if owner in (name, str(uid))]
+    return max(ranges, key=lambda row: row[1], default=(0, 0))
 
 
 def free_range(table: str) -> str:
@@ -100,5 +106,5 @@ def _rows(table: str) -> list[tuple[str, int, int]]:
     return rows
 
 
-def _read(path: Path) -> str:
+def read(path: Path) -> str:
     return path.read_text() if path.is_file() else ""
