@@ -31,6 +31,8 @@ Options:
   --insecure-registry HOST:PORT
                        a registry that is spoken to without TLS; may be given again
   --no-network         as root: give no sandbox a network
+  --audit-log FILE     where what was done is recorded, or none [audit/events.jsonl in the state directory]
+  --audit-required     refuse what cannot be recorded there
   --build-dir DIR      where the native programs are [build beside this package]
   --version            print the version and exit
   --help               print this and exit
@@ -69,10 +71,13 @@ from sandboxd.adopt import adopt, lock
 from sandboxd.assets import apt, confined, oci
 from sandboxd.assets import prepare as building
 from sandboxd.assets.prepare import Assets
+from sandboxd.audit import Audit
 from sandboxd.credentials import Credentials
 from sandboxd.errors import ApiError, SandboxError, SetupError
 from sandboxd.events import EventFile
 from sandboxd.images import Images
+from sandboxd.journal import Journal
+from sandboxd.lifecycle import State
 from sandboxd.limits import Limits
 from sandboxd.listening import Listener, listening
 from sandboxd.networks import Egress, Networks
@@ -221,19 +226,23 @@ async def _serve(
     places = Places(settings.state_dir)
     assets = AssetsState()
     events = EventFile(settings.state_dir)
-    adopted, unreadable = await adopt(places, store, chosen.backend)
     async with AsyncExitStack() as parts:
+        audit = parts.enter_context(closing(_audit(settings)))
+        living = {record.id for record in store.sandboxes()[0] if record.state is not State.TERMINATED}
+        await anyio.to_thread.run_sync(audit.recall, living)
+        adopted, unreadable = await adopt(places, store, chosen.backend, audit)
         egress = await _networks(settings, chosen, events, parts)
         networks = Networks(egress, policy, events)
         images = await parts.enter_async_context(_images(settings, places, policy))
-        service = Service(places, store, chosen.backend, policy, assets, uids, networks, used.files, images)
+        service = Service(places, store, chosen.backend, policy, assets, uids, networks, used.files, images, audit)
         await parts.enter_async_context(service)
         await service.restore([(one.record, one.machine) for one in adopted], unreadable)
         log.info(
-            "version %s, API %s, listening on %s, token %s, backend %s, network ceiling %s (%s), image %s",
+            "version %s, API %s, listening on %s, token %s, backend %s, network ceiling %s (%s), image %s, "
+            "audit log %s",
             _version(), API_VERSION, _where(listeners, credentials),
             "required" if credentials.tokens else "not required", chosen.backend.name, policy.ceiling, why,
-            policy.default_image,
+            policy.default_image, settings.audit_log or "none",
         )  # fmt: skip
         server = Server(service, credentials, settings.transport.allowed_hosts, chosen.limits)
         async with anyio.create_task_group() as tasks:
@@ -270,6 +279,14 @@ def _reload(credentials: Credentials) -> None:
         log.error("the token and certificate files were not read again, the earlier ones stay: %s", clean(str(fault)))
 
 
+def _audit(settings: Settings) -> Audit:
+    if settings.audit_log is None:
+        return Audit(None)
+    journal = Journal(settings.audit_log)
+    journal.begin()
+    return Audit(journal, settings.audit_required)
+
+
 async def _policy(settings: Settings, chosen: Parts) -> tuple[Policy, Registries, str]:
     """What is permitted here, the registries it was made with, and why the ceiling is what it is."""
     used = Registries() if chosen.no_network else await anyio.to_thread.run_sync(chosen.registries)
@@ -286,6 +303,8 @@ async def _policy(settings: Settings, chosen: Parts) -> tuple[Policy, Registries
         rules.check_image(policy.default_image, policy)
     except ApiError as fault:
         raise SetupError(f"the default image {clean(policy.default_image)} cannot be used: {fault}") from None
+    if settings.audit_log is not None:
+        policy = replace(policy, capabilities=policy.capabilities | {"audit"})
     if chosen.no_network:
         return rules.without_network(policy), used, chosen.no_network
     return rules.with_network(policy), used, f"policy {settings.policy}" if settings.policy else "built-in policy"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
+from sandboxd.audit import Audit
 from sandboxd.errors import SetupError
 from sandboxd.lifecycle import State, move
 from sandboxd.service import Backend, Places, put_aside
@@ -61,7 +62,9 @@ def lock(state_dir: Path) -> int:
     return fd
 
 
-async def adopt(places: Places, store: Store, backend: Backend) -> tuple[list[Adopted], list[Unreadable]]:
+async def adopt(
+    places: Places, store: Store, backend: Backend, audit: Audit
+) -> tuple[list[Adopted], list[Unreadable]]:
     """Oldest first, and what is left alone. Afterwards every process, socket and file below the state directory has an
     owner."""
     places.sandboxes.mkdir(mode=0o700, exist_ok=True)
@@ -70,9 +73,11 @@ async def adopt(places: Places, store: Store, backend: Backend) -> tuple[list[Ad
     for record in records:
         if record.state is State.PENDING:
             log.info("%s: its create never finished: it is removed", record.id)
+            if record.id in audit.past.created and record.id not in audit.past.ended:
+                audit.record("sandbox.terminated", record.id, reason="machine")
             store.forget(record.id)
             continue
-        found.append(await _look(places, store, backend, record))
+        found.append(await _look(places, store, backend, audit, record))
     for one in unreadable:
         log.error("%s: its record was written by another version: %s; it is left as it is", one.id, clean(one.why))
     left = {one.id for one in unreadable}
@@ -85,7 +90,9 @@ async def adopt(places: Places, store: Store, backend: Backend) -> tuple[list[Ad
     return found, unreadable
 
 
-async def _look(places: Places, store: Store, backend: Backend, record: SandboxRecord) -> Adopted:
+async def _look(
+    places: Places, store: Store, backend: Backend, audit: Audit, record: SandboxRecord
+) -> Adopted:
     if record.state is State.TERMINATED:
         return Adopted(record, None)
     machine = await backend.adopt(places.machine(record.id), record.id)
@@ -94,6 +101,8 @@ async def _look(places: Places, store: Store, backend: Backend, record: SandboxR
         return Adopted(record, machine)
     log.warning("%s: its machine is gone: it is shown as terminated", record.id)
     put_aside(places, record.id)
+    if record.id not in audit.past.ended:
+        audit.record("sandbox.terminated", record.id, reason="machine")
     ended = replace(record, state=move(record.state, State.TERMINATED), ended_because="its machine is gone")
     store.put_done(ended)
     return Adopted(ended, None)

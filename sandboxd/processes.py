@@ -24,7 +24,9 @@ import anyio
 import anyio.abc
 
 from guestd import protocol
-from sandboxd.errors import Conflict, GuestProtocolError, NotFound, Unavailable, Unsupported
+from sandboxd import audit as audits
+from sandboxd.audit import Audit
+from sandboxd.errors import Conflict, GuestProtocolError, Internal, NotFound, Unavailable, Unsupported
 from sandboxd.guest import Guest, GuestGone, GuestRefused, Session
 from sandboxd.spool import RUN_LIMIT, Budget, Chunk, Cursor, Spool
 from sandboxd.store import ProcessRecord, Store
@@ -216,8 +218,13 @@ class Finished:
 class Processes:
     """All of one sandbox. What outlives a request runs in `tasks`."""
 
-    def __init__(self, sandbox: str, directory: Path, store: Store, tasks: anyio.abc.TaskGroup) -> None:
+    def __init__(
+        self, sandbox: str, directory: Path, store: Store, audit: Audit, tasks: anyio.abc.TaskGroup
+    ) -> None:
         self._sandbox, self._directory, self._store, self._tasks = sandbox, directory, store, tasks
+        self._audit = audit
+        self._told = audit.past.exited.get(sandbox, set())
+        """Processes whose exit is in the audit log, though their record may not have it yet."""
         self._scopes: set[anyio.CancelScope] = set()
         self._budget = Budget()
         self._known: dict[int, Process] = {}
@@ -227,6 +234,11 @@ class Processes:
             if process.running and not record.session:
                 # A run lived by the connection of the daemon that is gone.
                 self._finish(process, LOST)
+        started = audit.past.started.get(sandbox, set())
+        self._next = max([self._next, *(pid + 1 for pid in started)])
+        for pid in sorted(started - self._known.keys() - self._told):
+            # The daemon before was killed between the event and the record; the guest is told to end it.
+            audit.record("process.exited", sandbox, pid=pid, exit_code=LOST)
 
     @property
     def running(self) -> int:
@@ -342,9 +354,19 @@ class Processes:
 
     def _enter(self, command: Command, session: str) -> Process:
         record = ProcessRecord(self._sandbox, self._next, command.argv, command.tty, session, time.time())
+        self._next += 1
+        # The event first: a daemon that is killed in between finds it, and tells the end of what has no record.
+        self._audit.record(
+            "process.started", self._sandbox, pid=record.pid, **audits.arguments(command.argv), cwd=command.cwd,
+            env_names=sorted(command.env) or None,
+        )  # fmt: skip
         # Whoever asked for a run hears of it in any case: on a full host work can still be looked at and brought back.
         write = self._store.put_process if session else self._store.note_process
-        write(record)
+        try:
+            write(record)
+        except Internal:
+            self._tell_exit(record, LOST)
+            raise
         process = self._add(record)
         if len(self._known) > MAX_FINISHED:
             self._forget_oldest()
@@ -360,7 +382,14 @@ class Processes:
                 del self._known[pid]
                 return
 
+    def _tell_exit(self, record: ProcessRecord, code: int) -> None:
+        if record.pid not in self._told:
+            took_ms = max(0, round((time.time() - record.started_at) * 1000))
+            self._audit.record("process.exited", self._sandbox, pid=record.pid, exit_code=code, duration_ms=took_ms)
+
     def _finish(self, process: Process, code: int) -> None:
+        if process.running:
+            self._tell_exit(process.record, code)
         process.end(code)
         self._store.note_process(process.record)
 

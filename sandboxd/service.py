@@ -26,10 +26,14 @@ from typing import Any, Protocol
 import anyio
 import anyio.abc
 import anyio.to_thread
+import msgspec
 
 from guestd import protocol
+from sandboxd import history
 from sandboxd import policy as rules
 from sandboxd.assets.prepare import Assets, Progress
+from sandboxd.audit import Audit
+from sandboxd.chain import Report
 from sandboxd.errors import (
     ApiError,
     BootFailed,
@@ -54,12 +58,15 @@ from sandboxd.termsafe import clean, first_line
 from sandboxd.uids import Claim, Uids
 from sandboxd.vm.machine import Drive, Machine, MachineSpec
 from sandboxd.volumes import Use, Volumes, holder
-from sandboxd.wire import SIGNALS, CreateRequest, PatchRequest, ProcessRequest, VolumeRequest
+from sandboxd.wire import SIGNALS, AuditEvent, CreateRequest, PatchRequest, ProcessRequest, VolumeRequest
 
 BOOT_S = 60.0
 """Until guestd answers. Under emulation on a busy machine a boot takes several seconds."""
 QUIESCE_S = 10.0
 """For a guest to write out what it holds for its volumes."""
+MACHINE = "machine"
+"""Why a sandbox ended whose machine went away by itself."""
+WORKSPACE = "/workspace"
 TICK_S = 1.0
 EXIT_NOTICE_S = 1.0
 """How long a lost connection waits for the news that the whole machine is gone."""
@@ -221,10 +228,12 @@ class Service:
     def __init__(
         self, places: Places, store: Store, backend: Backend, policy: Policy, assets: AssetsState,
         uids: Uids | None, networks: Networks, guest_files: Mapping[str, bytes], images: Images,
+        audit: Audit,
     ) -> None:  # fmt: skip
         """`guest_files` are written in sandboxes that have a network."""
         self.policy = policy
         self.backend_name = backend.name
+        self.audit = audit
         self._places, self._store, self._backend = places, store, backend
         self._assets, self._uids = assets, uids
         self._networks, self._guest_files, self._images = networks, guest_files, images
@@ -249,6 +258,7 @@ class Service:
         self._networks.require(spec.network)
         assets = self._assets.get()
         self._require_room(spec.disk_mb)
+        self.audit.require()
         live = self._register(spec)
         record = live.record
         try:
@@ -291,7 +301,13 @@ class Service:
             new = self._changed(old, request)
             if new.name != old.name:
                 self._require_free(new.name)
-            self._store.put(new)
+            self.audit.require()
+            self._tell_changes(old, new)
+            try:
+                self._store.put(new)
+            except Internal:
+                self._tell_changes(new, old)
+                raise
             live.record = new
             if new.network != old.network:
                 # A client that leaves must not leave the two halves of a change apart.
@@ -318,12 +334,20 @@ class Service:
             raise Conflict("the sandbox has no network and cannot be given one; start another")
         return new
 
+    def _tell_changes(self, old: SandboxRecord, new: SandboxRecord) -> None:
+        names = ("name", "labels", "idle_timeout_secs")
+        if changed := {name: getattr(new, name) for name in names if getattr(new, name) != getattr(old, name)}:
+            self.audit.record("sandbox.updated", new.id, **changed)
+        if new.network != old.network:
+            self.audit.record("sandbox.network_updated", new.id, network=new.network, reason="request")
+
     async def _change_network(self, live: Live, old: SandboxRecord) -> None:
         """Puts the record's network in force, or the old record back."""
         try:
             await self._networks.change(live.record)
         except Internal:
             if live.record.state is not State.TERMINATED:
+                self._tell_changes(live.record, old)
                 live.record = old
                 self._store.put_done(old)
             raise
@@ -415,6 +439,35 @@ class Service:
                 uses += [Use(live.record.id, live.record.created_at, mount) for mount in live.record.volumes]
         return uses
 
+    # -- what was done
+
+    async def events(self, ref: str) -> tuple[list[AuditEvent], bool]:
+        """A sandbox's, oldest first, and whether older ones were left out; by its id when it is forgotten, too. Reading
+        them is no activity."""
+        try:
+            sandbox_id, known = self._find(ref).record.id, True
+        except NotFound:
+            if not history.ID.match(ref):
+                raise
+            sandbox_id, known = ref, False
+        try:
+            found, cut = await anyio.to_thread.run_sync(self.audit.events, sandbox_id)
+        except OSError as fault:
+            log.error("the audit log cannot be read: %s", fault.strerror or fault)
+            raise Unavailable("the audit log cannot be read") from None
+        merged, cut_again = history.merged(found, await self._networks.decisions(sandbox_id))
+        if not merged and not known:
+            raise NotFound("no such sandbox")
+        return merged, cut or cut_again
+
+    async def check_audit(self) -> Report:
+        last = self.audit.last
+        try:
+            return await anyio.to_thread.run_sync(self.audit.check, last)
+        except OSError as fault:
+            log.error("the audit log cannot be read: %s", fault.strerror or fault)
+            raise Unavailable("the audit log cannot be read") from None
+
     # -- processes
 
     @asynccontextmanager
@@ -428,6 +481,7 @@ class Service:
         command = _command(request)
         async with AsyncExitStack() as running:
             live = await running.enter_async_context(self._using(ref))
+            self.audit.require()
             run = live.processes.run(live.guest, command, stdin, timeout_s)
             yield await running.enter_async_context(run)
 
@@ -436,6 +490,7 @@ class Service:
             raise InvalidRequest("stdin and timeout_secs belong to run")
         command = _command(request)
         async with self._using(ref) as live:
+            self.audit.require()
             return await live.processes.start(live.guest, command)
 
     def processes(self, ref: str) -> list[ProcessRecord]:
@@ -469,37 +524,52 @@ class Service:
 
     async def read_file(self, ref: str, path: str) -> Held:
         clean_path = rules.guest_path("path", path)
-        return await self._held(ref, lambda guest: guest.read(clean_path))
+        self.audit.require()
+        live, held = await self._held(ref, lambda guest: guest.read(clean_path))
+        self.audit.record("file.read", live.record.id, path=clean_path, bytes=held.size)
+        return held
 
     async def write_file(self, ref: str, path: str, size: int, body: Source) -> None:
         clean_path = rules.guest_path("path", path)
         async with self._using(ref) as live:
+            self.audit.require()
             await live.guest.write(clean_path, size, body)
+            self.audit.record("file.written", live.record.id, path=clean_path, bytes=size)
 
     async def remove_file(self, ref: str, path: str) -> None:
         clean_path = rules.guest_path("path", path)
         async with self._using(ref) as live:
+            self.audit.require()
             await live.guest.remove(clean_path)
+            self.audit.record("file.removed", live.record.id, path=clean_path)
 
     async def list_dir(self, ref: str, path: str) -> Held:
         """The guest's listing as it wrote it: JSON that nobody here has looked at."""
         clean_path = rules.guest_path("path", path)
-        return await self._held(ref, lambda guest: guest.list(clean_path))
+        _, held = await self._held(ref, lambda guest: guest.list(clean_path))
+        return held
 
     async def bundle_in(self, ref: str, branch: str, size: int, body: Source) -> None:
         name = rules.branch("branch", branch)
         async with self._using(ref) as live:
+            self.audit.require()
             await live.guest.bundle_in(name, size, body)
+            self.audit.record("workspace.in", live.record.id, path=WORKSPACE, reason=name)
 
     async def bundle_out(self, ref: str, base: str, branch: str) -> Held:
         start, name = rules.commit_or_branch("base", base), rules.branch("branch", branch)
-        return await self._held(ref, lambda guest: guest.bundle_out(start, name))
+        self.audit.require()
+        live, held = await self._held(ref, lambda guest: guest.bundle_out(start, name))
+        self.audit.record("workspace.out", live.record.id, reason=f"{start}..{name}", bytes=held.size)
+        return held
 
     @asynccontextmanager
     async def tunnel(self, ref: str, port: int) -> AsyncIterator[Connection]:
         async with self._using(ref) as live:
+            self.audit.require()
             connection = await live.guest.dial(port)
             try:
+                self.audit.record("tunnel.opened", live.record.id, port=port)
                 yield connection
             finally:
                 connection.close()
@@ -534,13 +604,19 @@ class Service:
             if self._uids is not None and live.record.uid is not None:
                 live.claim = self._uids.reclaim(live.record.uid)
             self._tasks.start_soon(self._guarded, self._watch_machine, live)
-            self._tasks.start_soon(self._guarded, self._take_back, live)
+            if reason := self.audit.past.ended.get(live.record.id):
+                # Recorded, and then the daemon was killed: whoever ended it had not been answered yet.
+                self._tasks.start_soon(self._guarded, self._end, live, reason, reason == MACHINE)
+            else:
+                self._tasks.start_soon(self._guarded, self._take_back, live)
 
     async def _take_network(self, live: Live) -> None:
         record = live.record
         network = await self._networks.take_back(record, self._places.names(record.id))
         if network != record.network:
             live.record = replace(record, network=network)
+            if self.audit.past.networks.get(record.id) != msgspec.to_builtins(network):
+                self.audit.record("sandbox.network_updated", record.id, network=network, reason="policy")
             self._store.put_done(live.record)
 
     async def _take_back(self, live: Live) -> None:
@@ -584,7 +660,7 @@ class Service:
         return self._add(record)
 
     def _add(self, record: SandboxRecord) -> Live:
-        processes = Processes(record.id, self._places.outputs / record.id, self._store, self._tasks)
+        processes = Processes(record.id, self._places.outputs / record.id, self._store, self.audit, self._tasks)
         live = self._sandboxes[record.id] = Live(record, processes)
         return live
 
@@ -647,7 +723,17 @@ class Service:
             lambda: guest.configure(hostname, spec.env, booted.network, files, live.record.volumes),
         )  # fmt: skip
         running = replace(live.record, state=move(live.record.state, State.RUNNING), uid=_uid(booted.claim))
-        self._store.put(running)
+        # The event first: a daemon that is killed in between finds it, and tells the end of what has no record.
+        self.audit.record(
+            "sandbox.created", running.id, name=running.name or None, image=running.image,
+            labels=running.labels or None, network=running.network, env_names=running.env_names or None,
+            volumes=running.volumes or None,
+        )  # fmt: skip
+        try:
+            self._store.put(running)
+        except Internal:
+            self.audit.record("sandbox.terminated", running.id, reason=MACHINE)
+            raise
         live.record, live.machine = running, machine
 
     async def _end(self, live: Live, reason: str, keep_disk: bool) -> None:
@@ -658,6 +744,8 @@ class Service:
         with anyio.CancelScope(shield=True):
             state = move(live.record.state, State.TERMINATED)
             live.record = replace(live.record, state=state, ended_because=reason)
+            if live.record.id not in self.audit.past.ended:
+                self.audit.record("sandbox.terminated", live.record.id, reason=reason)
             self._store.put_done(live.record)
             live.processes.stop()
             assert live.machine is not None
@@ -706,7 +794,7 @@ class Service:
         if live.record.state is not State.TERMINATED:
             console = _console(await machine.console_tail())
             log.error("%s: its machine ended by itself%s", live.record.id, console)
-            await self._end(live, "its machine ended", True)
+            await self._end(live, MACHINE, True)
 
     async def _guarded(self, act: Callable[..., Awaitable[None]], live: Live, *arguments: object) -> None:
         """One sandbox's fault must not end the daemon, and with it the hold on every other one."""
@@ -719,6 +807,7 @@ class Service:
         while True:
             await anyio.sleep(TICK_S)
             self._store.catch_up()
+            self.audit.catch_up()
             for live in list(self._sandboxes.values()):
                 if live.record.state is State.RUNNING and (reason := self._overdue(live)):
                     self._tasks.start_soon(self._guarded, self._end, live, reason, False)
@@ -781,11 +870,11 @@ class Service:
             live.requests -= 1
             live.active_at = time.monotonic()
 
-    async def _held(self, ref: str, ask: Callable[[Guest], Awaitable[Download]]) -> Held:
+    async def _held(self, ref: str, ask: Callable[[Guest], Awaitable[Download]]) -> tuple[Live, Held]:
         async with AsyncExitStack() as using:
             live = await using.enter_async_context(self._using(ref))
             download = await ask(live.guest)
-            return Held(download, using.pop_all())
+            return live, Held(download, using.pop_all())
 
     def _require_room(self, disk_mb: int) -> None:
         """Disks are sparse and may promise more than there is; on a host that is all but full a new one is of no

@@ -23,7 +23,7 @@ BACKENDS = ("auto", "qemu")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`transport` is how the API is reached; `build_dir` holds the native programs."""
+    """`transport` is how the API is reached; `build_dir` holds the native programs; `audit_log` None: there is none."""
 
     prepare_only: bool
     transport: Transport
@@ -37,6 +37,8 @@ class Settings:
     no_network: bool
     default_image: str
     insecure_registries: tuple[str, ...]
+    audit_log: Path | None
+    audit_required: bool
 
 
 def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> Settings:
@@ -50,6 +52,10 @@ def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> 
     base = flags["--uid-base"] or str(UID_BASE)
     if not base.isascii() or not base.isdigit():
         raise SetupError("--uid-base must be a number")
+    audit = flags["--audit-log"] or str(state_dir / "audit" / "events.jsonl")
+    audit_log = None if audit == "none" else _path(audit)
+    if audit_log is None and flags["--audit-required"]:
+        raise SetupError("--audit-required needs an audit log, and --audit-log is none")
     return Settings(
         prepare_only=bool(flags["prepare"]),
         transport=transport.read(flags["--listen"] or [f"unix://{default_socket(environment, uid)}"], flags),
@@ -63,6 +69,8 @@ def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> 
         no_network=bool(flags["--no-network"]),
         default_image=flags["--default-image"] or "",
         insecure_registries=tuple(_registry(text) for text in flags["--insecure-registry"]),
+        audit_log=audit_log,
+        audit_required=bool(flags["--audit-required"]),
     )
 
 

@@ -434,7 +434,7 @@ class AuditEvent(Answer, frozen=True, kw_only=True):
     time: Annotated[str, about("When.", format="date-time")]
     type: Annotated[str, about("What happened.")]
     sandbox: Annotated[str, about("Its id.")] = ""
-    name: Annotated[str, about("The sandbox's name, or the one that a guest asked for.")] = ""
+    name: Annotated[str | None, about("The sandbox's name, or the one that a guest asked for.")] = None
     image: Annotated[str, about("What it was started from.")] = ""
     labels: Annotated[dict[str, str] | None, about("Its labels.")] = None
     network: Annotated[Network | None, about("What it may reach.")] = None
@@ -471,6 +471,8 @@ class AuditCheck(Answer, frozen=True, kw_only=True):
     lines: Annotated[int, about("That were checked.")]
     files: Annotated[int, about("That were checked.")]
     fault: Annotated[str, about("The first place where it does not.")] = ""
+    last: Annotated[str, about("The hash of the last good line, worth keeping elsewhere.")] = ""
+    notes: Annotated[tuple[str, ...], about("What is no fault and should be known.")] = ()
 
 
 class Capabilities(Answer, frozen=True, kw_only=True):

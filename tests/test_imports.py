@@ -123,6 +123,23 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     ("sandboxd.registries", ("sandboxd.errors", "egress.policy"), ()),
     ("sandboxd.policy_file", ("sandboxd.errors", "sandboxd.policy", "sandboxd.store", "egress.policy"), ("yaml",)),
+    # The audit log: its files can be checked without a daemon.
+    ("sandboxd.chain", (), ()),
+    ("sandboxd.generations", ("sandboxd.chain",), ()),
+    ("sandboxd.journal", ("sandboxd.chain", "sandboxd.errors", "sandboxd.generations"), ()),
+    (
+        "sandboxd.history",
+        ("sandboxd.chain", "sandboxd.events", "sandboxd.generations", "sandboxd.wire"),
+        ("msgspec",),
+    ),
+    (
+        "sandboxd.audit",
+        (
+            "sandboxd.chain", "sandboxd.errors", "sandboxd.generations", "sandboxd.history", "sandboxd.journal",
+            "sandboxd.wire",
+        ),
+        ("msgspec",),
+    ),
     ("sandboxd.events", ("sandboxd.errors", "egress.control"), ()),
     (
         "sandboxd.networks",
@@ -156,7 +173,10 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     (
         "sandboxd.processes",
-        ("sandboxd.errors", "sandboxd.guest", "sandboxd.spool", "sandboxd.store", "guestd.protocol"),
+        (
+            "sandboxd.audit", "sandboxd.errors", "sandboxd.guest", "sandboxd.spool", "sandboxd.store",
+            "guestd.protocol",
+        ),
         ("anyio",),
     ),
     ("sandboxd.attach", ("sandboxd.errors", "sandboxd.processes", "sandboxd.spool", "guestd.protocol"), ("anyio",)),
@@ -210,16 +230,15 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
             "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.store", "sandboxd.policy", "sandboxd.processes",
             "sandboxd.guest", "sandboxd.uids", "sandboxd.wire", "sandboxd.assets.prepare", "sandboxd.vm.machine",
             "sandboxd.termsafe", "sandboxd.events", "sandboxd.images", "sandboxd.networks", "sandboxd.volumes",
-            "guestd.protocol",
+            "guestd.protocol", "sandboxd.audit", "sandboxd.chain", "sandboxd.history",
         ),
-        ("anyio",),
+        ("anyio", "msgspec"),
     ),
     (
         "sandboxd.adopt",
         (
-            "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.service", "sandboxd.store", "sandboxd.unixpath",
-            "sandboxd.vm.machine",
-            "sandboxd.termsafe",
+            "sandboxd.audit", "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.service", "sandboxd.store",
+            "sandboxd.unixpath", "sandboxd.vm.machine", "sandboxd.termsafe",
         ),
         ("anyio",),
     ),

@@ -4,9 +4,29 @@ from __future__ import annotations
 
 from sandboxd import policy as rules
 from sandboxd import wire
+from sandboxd.errors import Unsupported
 from sandboxd.events import Decision
-from sandboxd.routes.reply import Handler, Reply, Request, ok, timestamp, without
+from sandboxd.routes.reply import Handler, Reply, Request, ok, timestamp
 from sandboxd.service import Service
+
+
+async def _events(service: Service, request: Request) -> Reply:
+    if "audit" not in service.policy.capabilities:
+        raise Unsupported("this endpoint does not have the capability audit")
+    events, truncated = await service.events(request.path["ref"])
+    return ok(wire.Events(events=events, truncated=truncated))
+
+
+async def _verify_audit(service: Service, _: Request) -> Reply:
+    if "audit" not in service.policy.capabilities:
+        raise Unsupported("this endpoint does not have the capability audit")
+    found = await service.check_audit()
+    return ok(
+        wire.AuditCheck(
+            ok=not found.fault, lines=found.lines, files=found.files, fault=found.fault, last=found.last,
+            notes=found.notes,
+        )
+    )  # fmt: skip
 
 
 async def _egress(service: Service, request: Request) -> Reply:
@@ -44,8 +64,8 @@ def _egress_name(one: Decision) -> wire.EgressName:
 
 
 HANDLERS: dict[str, Handler] = {
-    "events": without("audit", of_sandbox=False),
-    "verify_audit": without("audit", of_sandbox=False),
+    "events": _events,
+    "verify_audit": _verify_audit,
     "egress": _egress,
     "event": _event,
 }

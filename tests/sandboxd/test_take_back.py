@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from guestd import protocol
+from sandboxd.audit import Audit
 from sandboxd.guest import GuestGone, Session
 from sandboxd.lifecycle import State
 from sandboxd.processes import Processes
@@ -40,7 +41,7 @@ def test_no_process_is_followed_twice(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with anyio.create_task_group() as tasks:
-            processes = Processes("sbx_1", tmp_path / "output", store, tasks)
+            processes = Processes("sbx_1", tmp_path / "output", store, Audit(None), tasks)
             for _ in range(3):
                 with pytest.raises(GuestGone):
                     await processes.take_back(cast(Any, guest))
