@@ -23,6 +23,9 @@ from sandboxd.routes import table
 from sandboxd.routes.reply import ClientGone, Reply, Request, Switch
 from sandboxd.service import Service
 
+IMMEDIATE = frozenset({"health", "capabilities", "list", "get", "processes", "process"})
+"""Routes that are answered from memory: nobody need watch for their clients to leave meanwhile."""
+
 log = logging.getLogger("sandboxd")
 
 
@@ -82,6 +85,11 @@ class Connection:
             if not again:
                 await http.linger()
             return again
+        if request.route.name in IMMEDIATE and body.declared == 0:
+            await body.begin()
+            reply = await api.handle(self._shared.service, request)
+            assert isinstance(reply, Reply)
+            return await http.answer(reply, last=False)
         again, switch = False, None
         try:
             async with anyio.create_task_group() as tasks:

@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -180,6 +181,9 @@ class Live:
 
     def __init__(self, record: SandboxRecord, processes: Processes) -> None:
         self.record = record
+        self.order = record.created_at, record.id
+        self.encoded: tuple[SandboxRecord, bytes] | None = None
+        """What a list says of it, and the record that was made from: made anew when that is another."""
         self.processes = processes
         self.machine: Machine | None = None
         self.claim: Claim | None = None
@@ -278,11 +282,18 @@ class Service:
                 self._store.forget(record.id)
                 live.gone.set()
 
-    def sandboxes(self, labels: list[tuple[str, str]]) -> list[SandboxRecord]:
-        """Newest first; those that have every label."""
-        found = [live.record for live in self._sandboxes.values()]
-        wanted = [record for record in found if all(record.labels.get(key) == value for key, value in labels)]
-        return sorted(wanted, key=lambda record: (record.created_at, record.id), reverse=True)
+    def sandboxes(self, labels: list[tuple[str, str]], encode: Callable[[SandboxRecord], bytes]) -> list[bytes]:
+        """Newest first; those that have every label. Each as `encode` writes it, once per change of it."""
+        found = list(self._sandboxes.values())
+        for key, value in labels:
+            found = [live for live in found if live.record.labels.get(key) == value]
+        found.sort(key=attrgetter("order"), reverse=True)
+        texts = []
+        for live in found:
+            if live.encoded is None or live.encoded[0] is not live.record:
+                live.encoded = live.record, encode(live.record)
+            texts.append(live.encoded[1])
+        return texts
 
     def get(self, ref: str) -> SandboxRecord:
         live = self._find(ref)

@@ -3,9 +3,9 @@
     python -m tests.sandboxd.fake_daemon STATE-DIR SOCKET [--network] [FLAG OF SANDBOXD...]
 
 Started as a process of its own, so that it can be killed. Files in STATE-DIR/../knobs steer it: `boot_s` delays a
-machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with; `events`
-what the stand-in network tells, `report` what it answers, `no_open` and `no_update` let it fail; `limits` (JSON) are
-other ones than the product's.
+machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with; `speaks` is
+the protocol version the daemon is to have; `events` what the stand-in network tells, `report` what it answers,
+`no_open` and `no_update` let it fail; `limits` (JSON) are other ones than the product's.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class FakeMachine:
         return b"a line of the guest's \x1b[31mconsole\n"[-limit_bytes:]
 
     async def wait_exit(self) -> None:
+        if self._pidfd < 0:
+            return
         # Any number may wait: each on a descriptor of its own.
         own = os.dup(self._pidfd)
         try:
@@ -67,7 +69,10 @@ class FakeMachine:
             os.close(own)
 
     async def terminate(self) -> None:
-        end(self._pid, self._pidfd)
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            end(self._pid, pidfd)
+            os.close(pidfd)
 
 
 def end(pid: int, pidfd: int) -> None:
@@ -292,8 +297,17 @@ def parts(settings: Settings) -> Parts:
     )  # fmt: skip
 
 
+def speak(knob: Path) -> None:
+    """Makes this daemon one of another protocol version. Its guests run a guestd of their own, which is not."""
+    if knob.exists():
+        told = json.loads(knob.read_text())
+        vars(protocol)["VERSION"] = told["version"]
+        protocol.SINCE.update(told.get("since", {}))
+
+
 def main() -> None:
     state, path = Path(sys.argv[1]), Path(sys.argv[2])
+    speak(state.parent / "knobs" / "speaks")
     logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(levelname)s %(message)s")
     flags = [flag for flag in sys.argv[3:] if flag != "--network"]
     if "--network" not in sys.argv:
