@@ -35,6 +35,7 @@ class Http1:
         self._stream, self._limits = stream, limits
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.header_bytes)
         self._ahead = b""
+        self._bodiless = False
         self._writing = anyio.Lock(fast_acquire=True)
 
     # -- what comes in
@@ -64,6 +65,7 @@ class Http1:
             head = before[: len(before) - len(self._http.trailing_data[0])]
             if _FOLDED.search(head):
                 raise h11.RemoteProtocolError("a header goes on in a second line")
+            self._bodiless = event.method == b"HEAD"
             if len(head) > self._limits.header_bytes or len(event.headers) > self._limits.header_fields:
                 raise h11.RemoteProtocolError("too many headers", error_status_hint=431)
             return event
@@ -141,7 +143,8 @@ class Http1:
         self._stream.patience_s = self._limits.answer_stall_s if length is not None else self._limits.stream_stall_s
         head = h11.Response(status_code=reply.status, headers=headers)
         if isinstance(reply.body, bytes):
-            await self._send(head, h11.Data(data=reply.body), h11.EndOfMessage())
+            body = () if self._bodiless else (h11.Data(data=reply.body),)
+            await self._send(head, *body, h11.EndOfMessage())
         else:
             await self._send(head)
             while data := await reply.body.receive():

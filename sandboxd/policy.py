@@ -69,6 +69,8 @@ MAX_MOUNT_PATH = 1024
 MOUNT_PATH = re.compile(r"/[A-Za-z0-9._/-]*\Z")
 NO_MOUNT = re.compile(r"/(?:|(?:tmp|proc|sys|dev|run|etc|usr|bin|sbin|boot|lib[^/]*|workspace)(?:/.*)?)\Z")
 """Where no volume goes: what the system needs, what does not outlive a sandbox anyway, and the repository's place."""
+CENTURY_S = 100 * 365 * 86400
+"""Where nothing else bounds a time: its end can still be written as a date."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +167,9 @@ def resolve(request: CreateRequest, policy: Policy) -> Spec:
     _within("disk_mb", disk_mb, MIN_DISK_MB, limits.max_disk_mb)
     idle = idle_timeout(request.idle_timeout_secs or policy.idle_timeout_secs, limits)
     lifetime = request.lifetime_secs or limits.max_lifetime_secs
-    if lifetime < 0 or (limits.max_lifetime_secs and lifetime > limits.max_lifetime_secs):
-        most = f" and at most {limits.max_lifetime_secs}" if limits.max_lifetime_secs else ""
-        raise InvalidRequest(f"lifetime_secs must not be negative{most}")
+    longest = limits.max_lifetime_secs or CENTURY_S
+    if not 0 <= lifetime <= longest:
+        raise InvalidRequest(f"lifetime_secs must be between 0 and {longest}")
     env = check_env(request.env or {})
     decided = network(request.network, policy)
     if request.bind is not None:

@@ -22,6 +22,8 @@ BUNDLE_CAP = 4 << 30
 CHUNK = 64 << 10
 STREAM_PROTOCOL = "sbx-stream/1"
 TUNNEL_PROTOCOL = "sbx-tunnel/1"
+MAX_INTEGER = 2**53 - 1
+"""What every reader of JSON takes without loss (RFC 8259 §6)."""
 
 NAME = "^[a-z0-9][a-z0-9-]{0,62}$"
 IMAGE = "^[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}$"
@@ -505,19 +507,19 @@ def decode(body: bytes, kind: type[T]) -> T:
     """A request's body as its type. Empty is `{}`. Raises `InvalidRequest` naming the place of the fault."""
     try:
         text = body.decode() or "{}"
-        raw = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        raw = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer)
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as fault:
         raise InvalidRequest(str(fault)) from None
     except UnicodeDecodeError:
         raise InvalidRequest("the body is not UTF-8") from None
+    except UnicodeEncodeError:
+        raise InvalidRequest("a text holds half a surrogate pair where another type was expected") from None
     except json.JSONDecodeError as fault:
         # Its own text would repeat a piece of the body, and a body holds environment values.
         raise InvalidRequest(f"the body is not JSON: {fault.msg} at byte {fault.pos}") from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
-    except ValueError:
-        raise InvalidRequest("the body holds a number of too many digits") from None
 
 
 def encode(value: Any) -> bytes:
@@ -532,6 +534,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise InvalidRequest(f"the key {json.dumps(key[:64])} stands twice in one object")
         found[key] = value
     return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > len(str(-MAX_INTEGER)) or abs(number := int(digits)) > MAX_INTEGER:
+        raise InvalidRequest(f"the body holds a number of too many digits: {digits[:20]}...")
+    return number
 
 
 def _constant(name: str) -> NoReturn:

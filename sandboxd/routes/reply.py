@@ -96,6 +96,8 @@ def ok(value: wire.Answer, status: int = 200) -> Reply:
 
 def without(capability: str, *, of_sandbox: bool = True) -> Handler:
     async def handler(service: Service, request: Request) -> Reply:
+        if request.route.request is not None:
+            await read_json(request, request.route.request)
         if of_sandbox:
             service.get(request.path["ref"])
         raise Unsupported(f"this endpoint does not have the capability {capability}")
