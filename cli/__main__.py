@@ -17,6 +17,7 @@ Commands:
   why ID                        explain one refusal, and print what would allow it
   kill SANDBOX...               end sandboxes and discard their disks
   doctor                        say what this machine and its sandboxd can do
+  conformance                   hold a sandboxd against the specification of its API
   version                       print the version
   help [COMMAND]                print this, or a command's usage
 
@@ -41,6 +42,7 @@ from sandboxd.termsafe import clean
 COMMANDS = {
     "attach": "cli.attach",
     "bring-back": "cli.collect",
+    "conformance": "cli.conformance",
     "doctor": "cli.doctor",
     "egress": "cli.egress",
     "exec": "cli.exec",

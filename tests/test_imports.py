@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("native", "sandboxd", "guestd", "egress", "cli")
+PACKAGES = ("native", "sandboxd", "guestd", "egress", "cli", "conformance")
 
 # module pattern → (ours, third party); the first pattern that fits is the rule.
 TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
+    # It knows the specification and nothing of ours, so that it can be held against any server.
+    ("conformance*", ("conformance*",), ("pytest",)),
     ("guestd*", ("guestd*",), ()),
     ("native.build", (), ("cffi",)),
     ("native", ("native._native",), ()),

@@ -1,0 +1,38 @@
+"""Hold a sandboxd against the specification of its API, with the sandboxes that takes.
+
+Usage:
+  sandbox-cli conformance [options]
+
+Runs the conformance suite (pytest has to be installed): every row of it passes, fails, or is skipped for a capability
+that the endpoint says it lacks. It makes up to about fifteen small sandboxes and deletes them. Exits with 0 when
+nothing failed. More, and how to try another server: docs/conformance.md.
+
+Options:
+  --context=C    which sandboxd: `local` or unix:///path
+  --row=ROW      one row only, C1 to C50
+  -h, --help     show this
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from cli import context
+from sandboxd.errors import SandboxError
+
+
+def main(args: dict[str, Any]) -> int:
+    """Becomes pytest, so that signals and the exit code are its own."""
+    suite = find_spec("conformance")
+    if find_spec("pytest") is None or suite is None or not suite.submodule_search_locations:
+        raise SandboxError("conformance needs pytest beside sandbox-cli: pip install pytest")
+    endpoint = context.choose(args["--context"])
+    command = [sys.executable, "-m", "pytest", suite.submodule_search_locations[0]]
+    command += ["--endpoint", f"unix://{endpoint.client.path}"]
+    if args["--row"]:
+        command += ["--row", args["--row"]]
+    sys.stdout.flush()
+    os.execv(sys.executable, command)  # noqa: S606

@@ -1,0 +1,59 @@
+"""The conformance suite against a `sandboxd` with real machines that is there for it alone.
+
+    python -m tests.conformance.live [ARGUMENT OF PYTEST...]
+
+As root the daemon and the suite live in a host of the tests' own world, where `allowed.test` is a server and nothing
+leads outside; as an ordinary user the daemon gives no sandbox a network. The policy is such that every row has
+something to hold on to: a limit on lifetimes, short snapshot intervals, a list of names that may be allowed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.daemon import ROOT, Daemon
+from tests.world.world import missing, open_world
+
+SUITE = ROOT / "conformance"
+POLICY = """
+network:
+  ceiling: allowlist
+  default: {mode: allowlist, allow: [allowed.test]}
+  may_allow: ["*.test"]
+limits:
+  max_lifetime_secs: 3600
+  min_snapshot_every_secs: 2
+"""
+
+
+@contextmanager
+def daemon(directory: Path) -> Iterator[tuple[Daemon, tuple[str, ...]]]:
+    """A daemon, and what a command line that is to be in its network begins with."""
+    directory.mkdir(exist_ok=True)
+    policy = directory / "policy.yaml"
+    policy.write_text(POLICY)
+    with ExitStack() as opened:
+        prefix: tuple[str, ...] = ()
+        if not missing():
+            prefix = tuple(opened.enter_context(open_world()).host.prefix)
+        yield opened.enter_context(Daemon(directory, prefix=prefix, flags=("--policy", str(policy)))), prefix
+
+
+def suite(endpoint: str, *arguments: str) -> list[str]:
+    """The command line of a run, as a person would type it."""
+    return [sys.executable, "-m", "pytest", str(SUITE), "--endpoint", endpoint, *arguments]
+
+
+def main(arguments: Sequence[str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="sbx-") as directory, daemon(Path(directory) / "d") as (running, prefix):
+        command = [*prefix, *suite(f"unix://{running.socket}", *arguments)]
+        return subprocess.run(command, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
