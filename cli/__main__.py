@@ -16,6 +16,7 @@ Commands:
   egress SANDBOX                show which names a sandbox asked for, and what was decided
   why ID                        explain one refusal, and print what would allow it
   kill SANDBOX...               end sandboxes and discard their disks
+  volume create|ls|rm           disks that outlive sandboxes: make, list, delete
   doctor                        say what this machine and its sandboxd can do
   conformance                   hold a sandboxd against the specification of its API
   version                       print the version
@@ -53,13 +54,14 @@ COMMANDS = {
     "shell": "cli.shell",
     "update": "cli.update",
     "version": "cli.version",
+    "volume": "cli.volume",
     "why": "cli.why",
 }
 ALIASES = {"ls": "list"}
 LATER = (
     "agent", "agent-run", "context", "events", "gateway", "image", "job", "mirror", "org", "recover",
     "resume", "secret", "service", "snapshot", "snapshot-schedule", "ssh", "ssh-access", "ssh-key", "studio",
-    "suspend", "template", "tunnel", "volume", "whoami",
+    "suspend", "template", "tunnel", "whoami",
 )  # fmt: skip
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141

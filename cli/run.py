@@ -2,7 +2,7 @@
 
 Usage:
   sandbox-cli run [--allow=HOST]... [--deny=HOST]... [--allow-tcp=HOST:PORT]... [--env=KV]... [--label=KV]...
-                  [options] -- CMD...
+                  [--volume=SPEC]... [options] -- CMD...
 
 Inside a git repository HEAD goes in as a bundle and is checked out in /workspace, where the command starts.
 When it ends, everything it left there is committed and comes back to refs/sandbox/NAME; no branch, index or
@@ -30,6 +30,7 @@ Options:
                       a name it may reach on another port, such as github.com:22; may be given again
   --deny=HOST         a name it may not reach, whatever is allowed; may be given again
   --no-baseline       only the names given here, none of the server's own
+  --volume=SPEC       NAME:/path mounts a volume there, NAME:/path:ro only to read; may be given again
   --label=KV          K=V, for `list --label`; may be given again
   --context=C         which sandboxd: `local` or unix:///path
   --json              print the result as an object: on stdout with --detach, else last on stderr
@@ -51,7 +52,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NoReturn
 
-from cli import bringback, collect, context, network, repository, session, show, stream, terminal, wording
+from cli import bringback, collect, context, network, repository, session, show, stream, terminal, volume, wording
 from cli.gather import BRANCH
 from cli.repository import Repository
 from cli.session import Session
@@ -62,7 +63,7 @@ from sandboxd.termsafe import clean
 
 LATER = (
     "--bind", "--bind-read-only", "--checkpoint-every", "--config", "--fallback", "--from-snapshot", "--git",
-    "--no-persist-auth", "--profile", "--snapshot-every", "--snapshot-keep", "--template", "--volume",
+    "--no-persist-auth", "--profile", "--snapshot-every", "--snapshot-keep", "--template",
 )  # fmt: skip
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ZONE = re.compile(r"[A-Za-z0-9_+-]+(?:/[A-Za-z0-9_+-]+)*")
@@ -114,6 +115,7 @@ def plan(args: Mapping[str, Any], environ: Mapping[str, str], zone: str | None) 
         idle_timeout_secs=_number("--idle", args["--idle"], int),
         env=IDENTITY | ({"TZ": zone} if zone else {}) | given,
         labels=_labels(args["--label"]),
+        volumes=volume.given(args["--volume"]),
     )
     return Plan(
         command=tuple(args["CMD"]),
@@ -161,9 +163,9 @@ class _Run:
         if endpoint.note:
             show.note(endpoint.note)
         wanted = asked.create
-        if self._repo or not asked.network.nothing:
+        if self._repo or not asked.network.nothing or wanted.volumes:
             offer = client.capabilities()
-            check_offer(offer, workspace=self._repo is not None)
+            check_offer(offer, workspace=self._repo is not None, volumes=bool(wanted.volumes))
             wanted = wanted._replace(network=network.of_run(asked.network, offer))
         with Status() as status:
             if self._repo:
@@ -344,8 +346,10 @@ class _Workspace:
             session.forget(Path(context.config_dir()), self._record.sandbox)
 
 
-def check_offer(offer: Capabilities, *, workspace: bool) -> None:
+def check_offer(offer: Capabilities, *, workspace: bool, volumes: bool) -> None:
     """Raises on what this server has not got."""
+    if volumes and not offer.capabilities.get("volumes"):
+        raise SandboxError("this sandboxd has no volumes")
     if workspace and not offer.capabilities.get("workspace_bundle"):
         raise SandboxError("this sandboxd takes no repository: use --no-workspace, or another one")
 
@@ -358,7 +362,7 @@ def create(client: Client, asked: Create, status: Status) -> Sandbox:
     while True:
         try:
             return client.create(asked)
-        except (InvalidRequest, Conflict, Refused) as error:
+        except (InvalidRequest, Conflict, NotFound, Refused) as error:
             raise SandboxError(wording.of_create(error.message)) from None
         except Unavailable as error:
             now = time.monotonic()

@@ -70,7 +70,8 @@ def labels(value: Mapping[str, str]) -> str:
 
 def sandbox(value: Sandbox) -> dict[str, Any]:
     """A sandbox as the API's object."""
-    return value._asdict() | {"network": value.network._asdict()}
+    mounts = [mount._asdict() for mount in value.volumes]
+    return value._asdict() | {"network": value.network._asdict(), "volumes": mounts}
 
 
 def time(stamp: str) -> str:

@@ -22,6 +22,7 @@ FIELDS = {
     "network.allow_tcp": "--allow-tcp",
     "network.deny": "--deny",
 }
+_NO_VOLUME = re.compile(r"no such volume: (\S+)")
 _FIELD = re.compile(r"(network\.[a-z_]+)(?=[: \[])")
 NO_SANDBOX = "no such sandbox"
 NO_PROCESS = "no such process"
@@ -44,6 +45,8 @@ def of_create(message: str) -> str:
     if exists := _EXISTS.fullmatch(message):
         name = exists[1]
         return f"a sandbox named {name} is running: choose another --name, or end it with: sandbox-cli kill {name}"
+    if missing := _NO_VOLUME.fullmatch(message):
+        return f"no volume named {missing[1]}: make it with: sandbox-cli volume create {missing[1]}"
     limit = _LIMIT.fullmatch(message)
     if limit and limit[1] in LIMITS:
         flag, unit = LIMITS[limit[1]]

@@ -1,0 +1,89 @@
+"""Volumes: disks that outlive the sandboxes they are given to.
+
+Usage:
+  sandbox-cli volume create [--size=MIB] [--context=C] [--json] NAME
+  sandbox-cli volume (ls | list) [--context=C] [--json]
+  sandbox-cli volume rm [--context=C] NAME...
+  sandbox-cli volume (-h | --help)
+
+`run --volume NAME:/path` mounts one, `NAME:/path:ro` only to read. One sandbox at a time may write to a volume, or any
+number may read it. `rm` deletes volumes with all that is in them, and stops at the first failure.
+
+Options:
+  --size=MIB     how much it can hold, in MiB (default: the server's size of a sandbox's disk)
+  --context=C    which sandboxd: `local` or unix:///path
+  --json         print the API's objects
+  -h, --help     show this
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from cli import context, show
+from sandboxd.client import Client, Mount
+from sandboxd.errors import NotFound, SandboxError
+from sandboxd.termsafe import clean
+
+HEAD = ("NAME", "SIZE MIB", "ATTACHED TO", "CREATED")
+MAX_SIZE_MIB = 10**9
+_GIVEN = re.compile(r"(?P<name>[^:/]+):(?P<path>/[^:]*)(?::(?P<mode>ro|rw))?")
+
+
+def main(args: dict[str, Any]) -> int:
+    size_mib = _size(args["--size"])
+    client = context.choose(args["--context"]).client
+    if args["create"]:
+        return _create(client, args["NAME"][0], size_mib, args["--json"])
+    return _remove(client, args["NAME"]) if args["rm"] else _list(client, args["--json"])
+
+
+def given(specs: Sequence[str]) -> tuple[Mount, ...]:
+    """What `run --volume` asks for; whether it may be is the server's to say."""
+    found = []
+    for spec in specs:
+        parts = _GIVEN.fullmatch(spec)
+        if parts is None:
+            raise SandboxError(f"--volume {clean(spec)}: it is NAME:/path, or NAME:/path:ro to read only")
+        found.append(Mount(parts["name"], parts["path"], parts["mode"] == "ro"))
+    return tuple(found)
+
+
+def _create(client: Client, name: str, size_mib: int | None, as_json: bool) -> int:
+    made = client.create_volume(name, size_mib)
+    if as_json:
+        show.as_json(made._asdict())
+    else:
+        show.line(made.name)
+    return 0
+
+
+def _list(client: Client, as_json: bool) -> int:
+    found = client.volumes()
+    if as_json:
+        show.as_json([one._asdict() for one in found])
+        return 0
+    rows = [(one.name, str(one.size_mb), one.attached_to, show.time(one.created_at)) for one in found]
+    sys.stdout.write(show.table(HEAD, rows))
+    return 0
+
+
+def _remove(client: Client, names: Sequence[str]) -> int:
+    for name in names:
+        try:
+            client.delete_volume(name)
+        except NotFound:
+            raise SandboxError(f"no such volume: {clean(name)}; see sandbox-cli volume ls") from None
+        show.line(name)
+    return 0
+
+
+def _size(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < MAX_SIZE_MIB):
+        raise SandboxError(f"--size {clean(text)}: not a number of MiB above 0")
+    return int(text)
