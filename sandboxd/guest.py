@@ -61,8 +61,9 @@ class Source(Protocol):
 class Connection:
     """A greeted connection: raw bytes both ways. Not for two readers or two writers at once."""
 
-    def __init__(self, stream: SocketStream, ahead: bytes) -> None:
-        self._stream, self._ahead = stream, ahead
+    def __init__(self, stream: SocketStream, ahead: bytes, waiters: set[Any]) -> None:
+        self._stream, self._ahead, self._waiters = stream, ahead, waiters
+        waiters.add(self)
 
     async def receive(self) -> bytes:
         """At most 64 KiB; `b""` at the end of the stream."""
@@ -112,7 +113,12 @@ class Connection:
             raise GuestRefused(answer.code, answer.message)
         return answer
 
+    def keep(self) -> None:
+        """It is no request's any more: however long nothing comes, it stays."""
+        self._waiters.discard(self)
+
     def close(self) -> None:
+        self._waiters.discard(self)
         self._stream.close()
 
 
@@ -180,10 +186,12 @@ class Session:
 
 class Guest:
     """What one machine's guestd can be asked. `version` is that of the protocol it speaks; what it does not have is
-    `Unsupported`."""
+    `Unsupported`. Connections that a request waits on are among `waiters`: closed by somebody else, they raise
+    `GuestGone`."""
 
-    def __init__(self, vsock_path: Path, version: int) -> None:
+    def __init__(self, vsock_path: Path, version: int, waiters: set[Any] | None = None) -> None:
         self._path, self._version = vsock_path, version
+        self._waiters: set[Any] = set() if waiters is None else waiters
 
     async def wait_ready(self, deadline_s: float) -> int:
         """Pings until it answers, with the version it speaks. Raises `GuestGone` at the deadline."""
@@ -208,8 +216,8 @@ class Guest:
         if version != protocol.VERSION:
             raise GuestProtocolError(f"the guest speaks version {version} of the protocol")
 
-    async def ping(self) -> protocol.Answer:
-        async with self.request(PING_S, "ping") as (answer, _):
+    async def ping(self, timeout_s: float = PING_S) -> protocol.Answer:
+        async with self.request(timeout_s, "ping") as (answer, _):
             return answer
 
     async def configure(
@@ -233,12 +241,15 @@ class Guest:
         session."""
         tail = protocol.encode_frame(protocol.STDIN_END) if end_stdin else b""
         _, connection = await self._open(ANSWER_S, "exec", tail, **fields)
+        if fields.get("keep"):
+            connection.keep()
         return Session(connection)
 
     async def attach(self, session: str, offset_o: int, offset_e: int, frame: bytes = b"") -> Session:
         """To a kept process. `frame` goes right behind the request."""
         offsets: dict[str, Any] = {"offset_o": offset_o, "offset_E": offset_e}
         _, connection = await self._open(ANSWER_S, "attach", frame, session=session, **offsets)
+        connection.keep()
         return Session(connection)
 
     async def sessions(self) -> tuple[protocol.SessionState, ...]:
@@ -342,7 +353,7 @@ class Guest:
         try:
             with anyio.fail_after(GREETING_S):
                 await stream.send(b"CONNECT %d\n" % protocol.PORT)
-                return Connection(stream, await _greeting(stream))
+                return Connection(stream, await _greeting(stream), self._waiters)
         except BaseException as fault:
             stream.close()
             if isinstance(fault, (TimeoutError, BrokenStreamError)):

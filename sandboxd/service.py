@@ -49,6 +49,7 @@ from sandboxd.errors import (
 )  # fmt: skip
 from sandboxd.events import Decision
 from sandboxd.guest import Connection, Download, Guest, GuestGone, GuestRefused, Source
+from sandboxd.heartbeat import Heartbeat
 from sandboxd.images import Images, Status
 from sandboxd.lifecycle import State, move
 from sandboxd.networks import Networks, interface
@@ -190,13 +191,14 @@ class Live:
         self.changing = anyio.Lock()
         self.creating: anyio.CancelScope | None = None
         self.gone = anyio.Event()
+        self.heartbeat = Heartbeat()
         self.requests = 0
         self.active_at = time.monotonic()
 
     @property
     def guest(self) -> Guest:
         assert self.machine is not None
-        return Guest(self.machine.vsock_path, self.record.guest_version)
+        return Guest(self.machine.vsock_path, self.record.guest_version, self.heartbeat.waiters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,7 +517,8 @@ class Service:
     async def feeding(self, ref: str, pid: str) -> AsyncIterator[Process]:
         """A process of a running sandbox, while somebody talks to it."""
         async with self._using(ref) as live:
-            yield live.processes.get(pid)
+            with live.heartbeat.patience():
+                yield live.processes.get(pid)
 
     async def signal(self, ref: str, pid: str, name: str) -> None:
         if name not in SIGNALS:
@@ -822,6 +825,12 @@ class Service:
             for live in list(self._sandboxes.values()):
                 if live.record.state is State.RUNNING and (reason := self._overdue(live)):
                     self._tasks.start_soon(self._guarded, self._end, live, reason, False)
+                elif live.record.state is State.RUNNING and live.heartbeat.due():
+                    self._tasks.start_soon(self._guarded, self._ask, live)
+
+    async def _ask(self, live: Live) -> None:
+        if not await live.heartbeat.check(live.guest) and live.record.state is State.RUNNING:
+            log.warning("%s: its guest does not answer: what waited for it is given up, it is not", live.record.id)
 
     def _overdue(self, live: Live) -> str:
         record = live.record

@@ -173,6 +173,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("sandboxd.errors", "sandboxd.skew", "sandboxd.socketstream", "sandboxd.store", "guestd.protocol"),
         ("anyio",),
     ),
+    ("sandboxd.heartbeat", ("sandboxd.errors", "sandboxd.guest"), ("anyio",)),
     (
         "sandboxd.processes",
         (
@@ -230,6 +231,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         "sandboxd.service",
         (
             "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.store", "sandboxd.policy", "sandboxd.processes",
+            "sandboxd.heartbeat",
             "sandboxd.guest", "sandboxd.uids", "sandboxd.wire", "sandboxd.assets.prepare", "sandboxd.vm.machine",
             "sandboxd.termsafe", "sandboxd.events", "sandboxd.images", "sandboxd.networks", "sandboxd.volumes",
             "guestd.protocol", "sandboxd.audit", "sandboxd.chain", "sandboxd.history",

@@ -4,8 +4,9 @@
 
 Started as a process of its own, so that it can be killed. Files in STATE-DIR/../knobs steer it: `boot_s` delays a
 machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with; `speaks` is
-the protocol version the daemon is to have; `events` what the stand-in network tells, `report` what it answers,
-`no_open` and `no_update` let it fail; `limits` (JSON) are other ones than the product's.
+the protocol version the daemon is to have, `patience` its seconds of `heartbeat`; `events` what the stand-in network
+tells, `report` what it answers, `no_open` and `no_update` let it fail; `limits` (JSON) are other ones than the
+product's.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from egress.network import EgressError, GuestNetwork, Link
 from egress.policy import Policy
 from guestd import protocol
 from sandboxd import __main__ as daemon
+from sandboxd import heartbeat
 from sandboxd.__main__ import Parts, run
 from sandboxd.assets.prepare import Assets, Progress, Report
 from sandboxd.errors import BootFailed
@@ -308,6 +310,8 @@ def speak(knob: Path) -> None:
 def main() -> None:
     state, path = Path(sys.argv[1]), Path(sys.argv[2])
     speak(state.parent / "knobs" / "speaks")
+    if (knob := state.parent / "knobs" / "patience").exists():
+        vars(heartbeat).update(json.loads(knob.read_text()))
     logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(levelname)s %(message)s")
     flags = [flag for flag in sys.argv[3:] if flag != "--network"]
     if "--network" not in sys.argv:
