@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +131,22 @@ def exists(plan: Plan) -> bool:
         return False
 
 
+def traffic(plans: Mapping[str, Plan]) -> dict[str, tuple[int, int]]:
+    """Bytes to and from the guest by the host's end of each link, of those that are there. One thread visits all the
+    namespaces, and ends."""
+
+    def visit() -> dict[str, tuple[int, int]]:
+        found = {}
+        for key, plan in plans.items():
+            with suppress(OSError):
+                _enter(plan)
+                if (counted := _counted(plan)) is not None:
+                    found[key] = counted
+        return found
+
+    return alone(visit)
+
+
 def delete(plan: Plan) -> None:
     """Whatever is there of it, in any state. The tap goes even where a machine still holds it."""
     with suppress(OSError):
@@ -171,16 +187,21 @@ def inside(plan: Plan, call: Callable[[], T]) -> T:
     """The result of `call`, made in the namespace."""
 
     def enter() -> T:
-        from pyroute2 import netns
-
-        fd = os.open(f"{NAMESPACES}/{plan.namespace}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            netns.setns(fd, flags=0)
-        finally:
-            os.close(fd)
+        _enter(plan)
         return call()
 
     return alone(enter)
+
+
+def _enter(plan: Plan) -> None:
+    """This thread, for good."""
+    from pyroute2 import netns
+
+    fd = os.open(f"{NAMESPACES}/{plan.namespace}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        netns.setns(fd, flags=0)
+    finally:
+        os.close(fd)
 
 
 def alone(call: Callable[[], T]) -> T:
@@ -238,6 +259,17 @@ def _tap(name: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _counted(plan: Plan) -> tuple[int, int] | None:
+    """Of this thread's namespace (proc_pid_net(5), dev): what a tap receives, the guest has sent."""
+    with open("/proc/thread-self/net/dev", "rb") as file:
+        for line in file:
+            name, _, counters = line.partition(b":")
+            if name.strip() == plan.interface.encode():
+                fields = counters.split()
+                return int(fields[8]), int(fields[0])
+    return None
 
 
 def _set(values: tuple[tuple[str, str], ...]) -> None:

@@ -170,6 +170,11 @@ class Egress:
             return []
         return await self._with_session("the report", lambda session: session.report(sandbox_id))
 
+    async def traffic(self) -> dict[str, tuple[int, int]]:
+        """Bytes to and from each guest, by the host's end of its link; none for a link that is gone."""
+        plans = {sandbox_id: sandbox.plan for sandbox_id, sandbox in self._sandboxes.items()}
+        return await _step("the counters", link.traffic, plans) if plans else {}
+
     async def sweep(self, known: Collection[str]) -> list[str]:
         """Removes what belongs to no sandbox of `known`, and says whose it was. Other instances' is left alone."""
         left = set(await anyio.to_thread.run_sync(link.sandboxes, self._instance))

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 NAMESPACES = "/run/netns"
 _PREFIX = "sbx-"
-_SANDBOX = re.compile(r"sbx_([0-9a-f]{16})")
+# With the id of the node in front where the daemon has one.
+_OF_SANDBOX = r"(?:[a-z0-9][a-z0-9-]{0,30}_)?[0-9a-f]{16}"
+_SANDBOX = re.compile(rf"sbx_({_OF_SANDBOX})")
 _INSTANCE = re.compile(r"[0-9a-f]{12}")
-_NAMESPACE = re.compile(r"sbx-([0-9a-f]{12})-([0-9a-f]{16})")
+_NAMESPACE = re.compile(rf"sbx-([0-9a-f]{{12}})-({_OF_SANDBOX})")
 
 
 @dataclass(frozen=True, slots=True)

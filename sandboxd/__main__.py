@@ -2,7 +2,7 @@
 
 Usage:
   sandboxd [--listen ADDRESS]... [--token-file FILE]... [--allowed-host NAME]...
-           [--insecure-registry HOST:PORT]... [options]
+           [--insecure-registry HOST:PORT]... [--node-label LABEL]... [options]
   sandboxd prepare [options]
   sandboxd --version
   sandboxd --help
@@ -33,6 +33,12 @@ Options:
   --no-network         as root: give no sandbox a network
   --audit-log FILE     where what was done is recorded, or none [audit/events.jsonl in the state directory]
   --audit-required     refuse what cannot be recorded there
+  --metrics-listen HOST:PORT  serve /metrics for Prometheus there; loopback only, since it asks for no credential
+  --node-id ID         this machine's name; it becomes part of the ids of its sandboxes
+  --node-label LABEL   KEY=VALUE, told with the node; may be given again
+  --capacity-cpus N    what the node says it has [all processors]
+  --capacity-memory-mb N  likewise [all memory]
+  --capacity-disk-mb N    likewise [the size of the state directory's file system]
   --build-dir DIR      where the native programs are [build beside this package]
   --version            print the version and exit
   --help               print this and exit
@@ -46,6 +52,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -63,10 +70,11 @@ from docopt import DocoptExit, docopt
 
 from egress import network
 from egress.control import Event
+from sandboxd import node as nodes
 from sandboxd import policy as rules
 from sandboxd import policy_file, registries
 from sandboxd import settings as flags
-from sandboxd.address import UnixAddress
+from sandboxd.address import TcpAddress, UnixAddress
 from sandboxd.adopt import adopt, lock
 from sandboxd.assets import apt, confined, oci
 from sandboxd.assets import prepare as building
@@ -81,6 +89,7 @@ from sandboxd.lifecycle import State
 from sandboxd.limits import Limits
 from sandboxd.listening import Listener, listening
 from sandboxd.networks import Egress, Networks
+from sandboxd.node import Node
 from sandboxd.policy import Policy
 from sandboxd.registries import Registries
 from sandboxd.serve import Server
@@ -227,6 +236,7 @@ async def _serve(
     assets = AssetsState()
     events = EventFile(settings.state_dir)
     async with AsyncExitStack() as parts:
+        metrics = None if settings.metrics is None else parts.enter_context(_metrics(settings.metrics))
         audit = parts.enter_context(closing(_audit(settings)))
         living = {record.id for record in store.sandboxes()[0] if record.state is not State.TERMINATED}
         await anyio.to_thread.run_sync(audit.recall, living)
@@ -234,7 +244,10 @@ async def _serve(
         egress = await _networks(settings, chosen, events, parts)
         networks = Networks(egress, policy, events)
         images = await parts.enter_async_context(_images(settings, places, policy))
-        service = Service(places, store, chosen.backend, policy, assets, uids, networks, used.files, images, audit)
+        node = _node(settings)
+        service = Service(
+            places, store, chosen.backend, policy, assets, uids, networks, used.files, images, audit, node
+        )
         await parts.enter_async_context(service)
         await service.restore([(one.record, one.machine) for one in adopted], unreadable)
         log.info(
@@ -244,10 +257,13 @@ async def _serve(
             "required" if credentials.tokens else "not required", chosen.backend.name, policy.ceiling, why,
             policy.default_image, settings.audit_log or "none",
         )  # fmt: skip
+        _log_node(node, policy)
         server = Server(service, credentials, settings.transport.allowed_hosts, chosen.limits)
         async with anyio.create_task_group() as tasks:
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
                 tasks.start_soon(server.run, listeners)
+                if metrics is not None:
+                    tasks.start_soon(_serve_metrics, metrics, service)
                 tasks.start_soon(_prepare, settings, chosen, assets, uids)
                 async for number in signals:
                     if number != signal.SIGHUP:
@@ -255,6 +271,7 @@ async def _serve(
                     _reload(credentials)
                 log.info("stopping")
                 await server.stop()
+                await service.pools.close()
                 if settings.end_sandboxes:
                     await service.end_all()
                 # Its processes outlive us for the sandboxes that do.
@@ -277,6 +294,34 @@ def _reload(credentials: Credentials) -> None:
         log.info("the token and certificate files were read again")
     except SetupError as fault:
         log.error("the token and certificate files were not read again, the earlier ones stay: %s", clean(str(fault)))
+def _node(settings: Settings) -> Node:
+    given = settings.node
+    capacity = nodes.capacity((given.cpus, given.memory_mb, given.disk_mb), settings.state_dir)
+    return Node(given.id, _version(), given.labels, capacity)
+
+
+def _log_node(node: Node, policy: Policy) -> None:
+    has = node.capacity
+    log.info(
+        "node %s: %g cpus, %d MiB of memory, %d MiB of disk", node.id or "(no id)", has.cpus, has.memory_mb, has.disk_mb
+    )
+    for pool in policy.pools:
+        log.info("pool of %s: %d machines wait for a create", pool.image or policy.default_image, pool.size)
+
+
+def _metrics(address: TcpAddress) -> socket.socket:
+    # Here, since only a daemon that is asked for them needs the library.
+    from sandboxd import prometheus
+
+    listener = prometheus.listen(address)
+    log.info("metrics at http://%s/metrics", TcpAddress(*listener.getsockname()[:2]))
+    return listener
+
+
+async def _serve_metrics(listener: socket.socket, service: Service) -> None:
+    from sandboxd import prometheus
+
+    await prometheus.serve(listener, prometheus.Exposition(service))
 
 
 def _audit(settings: Settings) -> Audit:
@@ -299,14 +344,18 @@ async def _policy(settings: Settings, chosen: Parts) -> tuple[Policy, Registries
         log.warning("no images of registries here; let root run: %s", lacking)
     else:
         policy = rules.with_images(policy)
-    try:
-        rules.check_image(policy.default_image, policy)
-    except ApiError as fault:
-        raise SetupError(f"the default image {clean(policy.default_image)} cannot be used: {fault}") from None
+    for what, image in (("default image", policy.default_image), *(("pool of", one.image) for one in policy.pools)):
+        try:
+            rules.check_image(image or policy.default_image, policy)
+        except ApiError as fault:
+            raise SetupError(f"the {what} {clean(image)} cannot be used: {fault}") from None
     if settings.audit_log is not None:
         policy = replace(policy, capabilities=policy.capabilities | {"audit"})
     if chosen.no_network:
-        return rules.without_network(policy), used, chosen.no_network
+        left = rules.without_network(policy)
+        if settings.policy is not None and (lost := rules.differences(policy, left)):
+            log.warning("policy %s: %s: %s", settings.policy, "; ".join(lost), chosen.no_network)
+        return left, used, chosen.no_network
     return rules.with_network(policy), used, f"policy {settings.policy}" if settings.policy else "built-in policy"
 
 

@@ -22,6 +22,7 @@ from sandboxd.events import Decision, EventFile, decision, merged
 from sandboxd.policy import Policy
 from sandboxd.store import Network, SandboxRecord
 from sandboxd.termsafe import clean
+from sandboxd.usage import Traffic
 
 log = logging.getLogger("sandboxd")
 
@@ -39,6 +40,8 @@ class Egress(Protocol):
     async def close(self, sandbox_id: str) -> None: ...
 
     async def report(self, sandbox_id: str) -> list[dict[str, Any]]: ...
+
+    async def traffic(self) -> dict[str, tuple[int, int]]: ...
 
     async def sweep(self, known: Collection[str]) -> list[str]: ...
 
@@ -117,6 +120,16 @@ class Networks:
                 await self._egress.close(sandbox_id)
             except EgressError as fault:
                 log.error("%s: its network was not removed: %s", sandbox_id, clean(str(fault)))
+
+    async def traffic(self) -> dict[str, Traffic]:
+        """Of each sandbox that has a link. What cannot be counted now is counted the next time."""
+        if self._egress is None:
+            return {}
+        try:
+            return {sandbox_id: Traffic(*counted) for sandbox_id, counted in (await self._egress.traffic()).items()}
+        except EgressError as fault:
+            log.warning("what sandboxes sent could not be counted: %s", clean(str(fault)))
+            return {}
 
     async def decisions(self, sandbox_id: str) -> list[Decision]:
         """About each name the sandbox asked for; of one that has ended, or was forgotten, too."""

@@ -86,6 +86,15 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolSize:
+    """How many machines of an image (empty: of the default one) wait for a create that wants the default size and
+    network."""
+
+    image: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """The operator's decisions. The defaults of the network part are those of a daemon that has none to give.
 
@@ -105,7 +114,8 @@ class Policy:
     may_allow: tuple[str, ...] = ()
     may_allow_tcp: tuple[str, ...] = ()
     private: tuple[str, ...] = ()
-    capabilities: frozenset[str] = frozenset({"workspace_bundle", "tunnel", "volumes"})
+    pools: tuple[PoolSize, ...] = ()
+    capabilities: frozenset[str] = frozenset({"workspace_bundle", "tunnel", "metrics", "volumes"})
 
 
 def built_in(registries: Collection[str], services: Collection[str] = ()) -> Policy:
@@ -131,6 +141,21 @@ def without_network(policy: Policy) -> Policy:
     return replace(
         policy, ceiling="none", default_network=Network("none"), may_allow=(), may_allow_tcp=(), private=()
     )
+
+
+def differences(asked: Policy, left: Policy) -> list[str]:
+    """What a policy loses here, in words: a line for each key of the network part."""
+    lost = []
+    for key, had, has in (
+        ("network.ceiling", asked.ceiling, left.ceiling),
+        ("network.default.mode", asked.default_network.mode, left.default_network.mode),
+        ("network.may_allow", len(asked.may_allow), len(left.may_allow)),
+        ("network.may_allow_tcp", len(asked.may_allow_tcp), len(left.may_allow_tcp)),
+        ("network.private", len(asked.private), len(left.private)),
+    ):
+        if had != has:
+            lost.append(f"{key} is {has} instead of {had}" if isinstance(had, str) else f"{key} has no effect")
+    return lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +190,9 @@ def resolve(request: CreateRequest, policy: Policy) -> Spec:
     _within("memory_mb", memory_mb, MIN_MEMORY_MB, limits.max_memory_mb)
     disk_mb = request.disk_mb or policy.disk_mb
     _within("disk_mb", disk_mb, MIN_DISK_MB, limits.max_disk_mb)
-    idle = idle_timeout(request.idle_timeout_secs or policy.idle_timeout_secs, limits)
+    # The operator's default may be never, where a request may not ask for that.
+    given = request.idle_timeout_secs
+    idle = idle_timeout(given, limits) if given else policy.idle_timeout_secs
     lifetime = request.lifetime_secs or limits.max_lifetime_secs
     longest = limits.max_lifetime_secs or CENTURY_S
     if not 0 <= lifetime <= longest:
@@ -416,9 +443,9 @@ def commit_or_branch(field_name: str, text: str) -> str:
 
 
 def idle_timeout(seconds: int, limits: Limits) -> int:
-    most = limits.max_idle_timeout_secs
-    if seconds < 0 or (most and seconds > most) or (seconds == 0 and most):
-        raise InvalidRequest(f"idle_timeout_secs must be between 1 and {most}")
+    least, most = (1, limits.max_idle_timeout_secs) if limits.max_idle_timeout_secs else (0, CENTURY_S)
+    if not least <= seconds <= most:
+        raise InvalidRequest(f"idle_timeout_secs must be between {least} and {most}")
     return seconds
 
 

@@ -20,11 +20,14 @@ import yaml
 
 from sandboxd import policy as rules
 from sandboxd.errors import InvalidRequest, SetupError
-from sandboxd.policy import MODES, Limits, Policy
+from sandboxd.policy import MODES, Limits, Policy, PoolSize
 from sandboxd.store import Network
+from sandboxd.vm.machine import MAX_CPUS
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
+MAX_POOL = 32
+MAX_LIMIT = (1 << 31) - 1
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,15})\Z")
 _DECIMAL = re.compile(r"-?(?:0|[1-9][0-9]{0,15})\.[0-9]{1,15}\Z")
 _DOUBTFUL = re.compile(r"(?:y|n|yes|no|on|off)\Z|[-+]?0[0-9]+\Z", re.IGNORECASE)
@@ -208,14 +211,13 @@ class _Section:
 
 
 def _policy(root: _Section, built_in: Policy) -> Policy:
-    if root.value.pop("pools", None) not in (None, []):
-        root.fault("pools", "pools are not built yet")
     if root.take("allow_bind", False, lambda value: isinstance(value, bool), "true or false"):
         root.fault("allow_bind", "bind is not built yet")
     built_in = _images(root, built_in)
     limits = _limits(root.section("limits"), built_in.limits)
     policy = _defaults(root.section("defaults"), replace(built_in, limits=limits))
     policy = _network(root.section("network"), policy)
+    policy = replace(policy, pools=_pools(root, policy))
     root.done()
     return policy
 
@@ -237,28 +239,30 @@ def _images(root: _Section, built_in: Policy) -> Policy:
 
 
 def _limits(section: _Section, built_in: Limits) -> Limits:
-    # 0 is no limit for these two.
-    least = {"max_idle_timeout_secs": 0, "max_lifetime_secs": 0, "max_snapshot_keep": 0}
-    found = {
-        name.name: section.take(
-            name.name, getattr(built_in, name.name), _whole(least.get(name.name, 1)),
-            f"a whole number from {least.get(name.name, 1)} on",
-        )
-        for name in fields(built_in)
-    }  # fmt: skip
+    # 0 is no limit for the two that are times of a sandbox.
+    ranges = {
+        "max_cpus": (1, MAX_CPUS),
+        "max_idle_timeout_secs": (0, rules.CENTURY_S),
+        "max_lifetime_secs": (0, rules.CENTURY_S),
+        "max_snapshot_keep": (0, MAX_LIMIT),
+    }
+    found: dict[str, Any] = {}
+    for each in fields(built_in):
+        least, most = ranges.get(each.name, (1, MAX_LIMIT))
+        expected = f"a whole number from {least} to {most}"
+        found[each.name] = section.take(each.name, getattr(built_in, each.name), _whole(least, most), expected)
     section.done()
     return Limits(**found)
 
 
 def _defaults(section: _Section, policy: Policy) -> Policy:
     limits = policy.limits
-    idle_least, idle_most = (1, limits.max_idle_timeout_secs) if limits.max_idle_timeout_secs else (0, 1 << 40)
     # What is not written is looked at too: a limit may be below the built-in default.
     ranges: dict[str, tuple[Callable[[Any], bool], float, float]] = {
         "cpus": (_number, 0.01, limits.max_cpus),
         "memory_mb": (_whole(0), rules.MIN_MEMORY_MB, limits.max_memory_mb),
         "disk_mb": (_whole(0), rules.MIN_DISK_MB, limits.max_disk_mb),
-        "idle_timeout_secs": (_whole(0), idle_least, idle_most),
+        "idle_timeout_secs": (_whole(0), 0, limits.max_idle_timeout_secs or rules.CENTURY_S),
     }
     found: dict[str, Any] = {}
     for key, (check, least, most) in ranges.items():
@@ -268,6 +272,30 @@ def _defaults(section: _Section, policy: Policy) -> Policy:
         found[key] = value
     section.done()
     return replace(policy, **found)
+
+
+def _pools(root: _Section, policy: Policy) -> tuple[PoolSize, ...]:
+    entries = root.take("pools", [], lambda value: isinstance(value, list), "a list")
+    found: dict[str, PoolSize] = {}
+    for position, entry in enumerate(entries):
+        section = _Section(f"pools[{position}]", entry, root.faults)
+        sized = section.value.get("size") is not None
+        image = section.take("image", "", lambda value: isinstance(value, str) and value != "", "an image")
+        size = section.take("size", 0, _whole(1, MAX_POOL), f"a whole number from 1 to {MAX_POOL}")
+        if not sized:
+            section.fault("size", "it is missing")
+        section.done()
+        wanted = image or policy.default_image
+        try:
+            rules.image_name(wanted)
+        except InvalidRequest as fault:
+            section.fault("image", fault.message.removeprefix("image: "))
+        if policy.images is not None and wanted not in policy.images:
+            section.fault("image", f"{rules.printable(wanted)} is not among the images that are permitted")
+        elif wanted in found:
+            section.fault("image", f"{rules.printable(wanted)} has a pool already")
+        found[wanted] = PoolSize(image, size)
+    return tuple(found.values())
 
 
 def _network(section: _Section, built_in: Policy) -> Policy:
@@ -317,8 +345,8 @@ def _starred(normal: Callable[[str, list[str]], tuple[str, ...]]) -> Callable[[s
     return lambda key, entries: ("*",) if entries == ["*"] else normal(key, entries)
 
 
-def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and value >= least
+def _whole(least: int, most: int = MAX_LIMIT) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and least <= value <= most
 
 
 def _number(value: Any) -> bool:

@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -22,7 +21,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 import anyio.abc
@@ -53,11 +52,16 @@ from sandboxd.heartbeat import Heartbeat
 from sandboxd.images import Images, Status
 from sandboxd.lifecycle import State, move
 from sandboxd.networks import Networks, interface
+from sandboxd.node import Node, Resources
 from sandboxd.policy import Policy, Spec
+from sandboxd.pools import Booted, Pools, Shape, Waiting
+from sandboxd.pools import of as pools_of
 from sandboxd.processes import Command, Finished, Process, Processes
 from sandboxd.store import Mount, Network, ProcessRecord, SandboxRecord, Store, Unreadable, VolumeRecord
 from sandboxd.termsafe import clean, first_line
 from sandboxd.uids import Claim, Uids
+from sandboxd.usage import INTERVAL_S, Meter, Sample
+from sandboxd.usage import read as read_usage
 from sandboxd.vm.machine import Drive, Machine, MachineSpec
 from sandboxd.volumes import Use, Volumes, holder
 from sandboxd.wire import SIGNALS, AuditEvent, CreateRequest, PatchRequest, ProcessRequest, VolumeRequest
@@ -146,6 +150,7 @@ class AssetsState:
 
     def __init__(self) -> None:
         self._assets: Assets | None = None
+        self._there = anyio.Event()
         self._progress = Progress("starting", 0, "")
 
     def report(self, progress: Progress) -> None:
@@ -153,6 +158,10 @@ class AssetsState:
 
     def ready(self, assets: Assets) -> None:
         self._assets = assets
+        self._there.set()
+
+    async def wait(self) -> None:
+        await self._there.wait()
 
     def base_image(self) -> Status:
         """Ours, as one of the images."""
@@ -178,7 +187,7 @@ class AssetsState:
 
 
 class Live:
-    """A sandbox and what belongs to it. `machine` is there while it runs."""
+    """A sandbox and what belongs to it. `machine` is there while it runs; `waited` is what it was claimed from."""
 
     def __init__(self, record: SandboxRecord, processes: Processes) -> None:
         self.record = record
@@ -192,6 +201,8 @@ class Live:
         self.creating: anyio.CancelScope | None = None
         self.gone = anyio.Event()
         self.heartbeat = Heartbeat()
+        self.waited: Waiting | None = None
+        self.meter = Meter()
         self.requests = 0
         self.active_at = time.monotonic()
 
@@ -199,16 +210,6 @@ class Live:
     def guest(self) -> Guest:
         assert self.machine is not None
         return Guest(self.machine.vsock_path, self.record.guest_version, self.heartbeat.waiters)
-
-
-@dataclass(frozen=True, slots=True)
-class Booted:
-    """A machine whose guest answers and does not know yet whose it is. `network` is what it will be told of its link;
-    None where it has none."""
-
-    machine: Machine
-    claim: Claim | None
-    network: dict[str, Any] | None
 
 
 class Held:
@@ -229,15 +230,16 @@ class Held:
 
 
 class Service:
-    """One per daemon. Use it inside `async with`; leaving it lets go of the machines and ends none."""
+    """One per daemon. Use it inside `async with`; leaving it lets go of the machines and ends none of a sandbox."""
 
     def __init__(
         self, places: Places, store: Store, backend: Backend, policy: Policy, assets: AssetsState,
         uids: Uids | None, networks: Networks, guest_files: Mapping[str, bytes], images: Images,
-        audit: Audit,
+        audit: Audit, node: Node,
     ) -> None:  # fmt: skip
         """`guest_files` are written in sandboxes that have a network."""
-        self.policy = policy
+        self.policy, self.node = policy, node
+        self.pools = Pools(pools_of(policy), self._boot_waiting)
         self.backend_name = backend.name
         self.audit = audit
         self._places, self._store, self._backend = places, store, backend
@@ -251,6 +253,8 @@ class Service:
     async def __aenter__(self) -> Service:
         await self._tasks.__aenter__()
         self._tasks.start_soon(self._watch_clock)
+        self._tasks.start_soon(self._watch_usage)
+        self._tasks.start_soon(self.pools.run)
         return self
 
     async def __aexit__(self, *fault: object) -> None:
@@ -260,6 +264,10 @@ class Service:
     # -- sandboxes
 
     async def create(self, request: CreateRequest) -> SandboxRecord:
+        with self.node.creates.counted():
+            return await self._create(request)
+
+    async def _create(self, request: CreateRequest) -> SandboxRecord:
         spec = rules.resolve(request, self.policy)
         self._networks.require(spec.network)
         assets = self._assets.get()
@@ -404,16 +412,69 @@ class Service:
         if name in (rules.DEFAULT_IMAGE, self.policy.default_image) and status.state != "failed":
             raise Conflict(f"the image {name} is the server's own or its default one and stays")
         if self.image_in_use(name):
-            raise Conflict(f"the image {name} is in use by a sandbox")
+            raise Conflict(f"the image {name} is in use by a sandbox or a pool")
         return self._images.delete(name)
 
     def image_in_use(self, name: str) -> bool:
-        return any(
+        pooled = any(pool.shape.image == name for pool in self.pools.all)
+        return pooled or any(
             live.record.image == name and live.record.state is not State.TERMINATED for live in self._sandboxes.values()
         )
 
     def _base_image(self) -> Status:
         return self._assets.base_image()
+
+    # -- what they use, and the machine they are on
+
+    def usage(self, ref: str) -> tuple[SandboxRecord, list[Sample]]:
+        """Of one that has ended, too, until it is forgotten. Reading it is no activity."""
+        live = self._find(ref)
+        return live.record, live.meter.samples()
+
+    def counts(self) -> dict[State, int]:
+        """Sandboxes by state."""
+        counted = dict.fromkeys(State, 0)
+        for live in self._sandboxes.values():
+            counted[live.record.state] += 1
+        return counted
+
+    def processes_running(self) -> int:
+        return sum(live.processes.running for live in self._sandboxes.values())
+
+    def free(self) -> Resources:
+        """Of the node's capacity, beside every sandbox that has not ended and every machine that waits."""
+        used: list[SandboxRecord | Shape] = [
+            live.record for live in self._sandboxes.values() if live.record.state is not State.TERMINATED
+        ]
+        for pool in self.pools.all:
+            used += [pool.shape] * (len(pool.ready) + pool.booting)
+        return self.node.free(Resources(one.cpus, one.memory_mb, one.disk_mb) for one in used)
+
+    def cordon(self, cordoned: bool) -> None:
+        if cordoned != self.node.cordoned:
+            log.info("the node is cordoned: no new sandboxes" if cordoned else "the node takes new sandboxes again")
+        self.node.cordoned = cordoned
+
+    async def _watch_usage(self) -> None:
+        while True:
+            await anyio.sleep(INTERVAL_S - time.monotonic() % INTERVAL_S)
+            try:
+                await self._measure()
+            except Exception:
+                log.exception("what sandboxes use could not be measured")
+
+    async def _measure(self) -> None:
+        found = [(live, live.machine.programs) for live in self._sandboxes.values() if live.machine is not None]
+        if not found:
+            return
+        traffic = await self._networks.traffic()
+        readings = await anyio.to_thread.run_sync(lambda: [read_usage(programs) for _, programs in found])
+        at, monotonic = time.time(), time.monotonic()
+        for (live, _), reading in zip(found, readings, strict=True):
+            if reading is not None and live.record.state is not State.TERMINATED:
+                cpus = math.ceil(live.record.cpus)
+                sent = traffic.get(live.record.id)
+                live.meter.add(reading, sent, cpus, live.processes.running, at, monotonic)
 
     # -- what their networks are used for
 
@@ -660,18 +721,25 @@ class Service:
     # -- how
 
     def _register(self, spec: Spec) -> Live:
-        """Claims the name, the volumes and an id, before anything is started."""
+        """Claims the name, the volumes, an id and a machine that waits, if there is one, before anything is started."""
+        self.node.require_open()
         self._require_free(spec.name)
         self._volumes.claim(spec.volumes, self._uses())
+        waiting = self.pools.find(spec)
         record = SandboxRecord(
-            id=f"sbx_{secrets.token_hex(8)}", name=spec.name, state=State.PENDING, image=spec.image,
+            id=self.node.new_sandbox_id() if waiting is None else waiting.id,
+            name=spec.name, state=State.PENDING, image=spec.image,
             cpus=spec.cpus, memory_mb=spec.memory_mb, disk_mb=spec.disk_mb, env_names=tuple(sorted(spec.env)),
             network=spec.network, created_at=time.time(), idle_timeout_secs=spec.idle_timeout_secs,
             lifetime_secs=spec.lifetime_secs, labels=spec.labels, guest_version=protocol.VERSION,
             created_boot_s=_boot_s(), volumes=spec.volumes,
         )  # fmt: skip
         self._store.put(record)
-        return self._add(record)
+        live = self._add(record)
+        if waiting is not None:
+            self.pools.take(waiting)
+            live.waited = waiting
+        return live
 
     def _add(self, record: SandboxRecord) -> Live:
         processes = Processes(record.id, self._places.outputs / record.id, self._store, self.audit, self._tasks)
@@ -679,11 +747,27 @@ class Service:
         return live
 
     async def _bring_up(self, live: Live, spec: Spec, assets: Assets) -> None:
-        async with AsyncExitStack() as undo:
-            booted = await self._boot(live.record, assets, undo)
+        waited = live.waited
+        async with AsyncExitStack() if waited is None else waited.undo as undo:
+            booted = await self._boot(live.record, assets, undo) if waited is None else waited.booted
             live.claim = booted.claim
             await self._configure(live, booted, spec)
             undo.pop_all()
+
+    async def _boot_waiting(self, shape: Shape, undo: AsyncExitStack) -> tuple[str, Booted]:
+        """A machine of nobody's yet. It has an id, and no record: a restart ends it."""
+        await self._assets.wait()
+        self._require_room(shape.disk_mb)
+        record = SandboxRecord(
+            id=self.node.new_sandbox_id(), name="", state=State.PENDING, image=shape.image, cpus=shape.cpus,
+            memory_mb=shape.memory_mb, disk_mb=shape.disk_mb, env_names=(), network=shape.network, created_at=0,
+            idle_timeout_secs=0,
+        )  # fmt: skip
+        try:
+            return record.id, await self._boot(record, self._assets.get(), undo)
+        except BootFailed as fault:
+            _log_boot(record.id, fault)
+            raise
 
     async def _boot(self, record: SandboxRecord, assets: Assets, undo: AsyncExitStack) -> Booted:
         """A machine of the record's size, with its network in force, whose guest answers and has been told nothing
@@ -741,7 +825,7 @@ class Service:
         self.audit.record(
             "sandbox.created", running.id, name=running.name or None, image=running.image,
             labels=running.labels or None, network=running.network, env_names=running.env_names or None,
-            volumes=running.volumes or None,
+            volumes=running.volumes or None, reason=None if live.waited is None else "pool",
         )  # fmt: skip
         try:
             self._store.put(running)
@@ -749,6 +833,8 @@ class Service:
             self.audit.record("sandbox.terminated", running.id, reason=MACHINE)
             raise
         live.record, live.machine = running, machine
+        # However long it took: its clock starts now.
+        live.active_at = time.monotonic()
 
     async def _end(self, live: Live, reason: str, keep_disk: bool) -> None:
         """The one way a sandbox ends. Its name is free at once; `gone` is set when nothing of it runs any
@@ -823,7 +909,7 @@ class Service:
             self._store.catch_up()
             self.audit.catch_up()
             for live in list(self._sandboxes.values()):
-                if live.record.state is State.RUNNING and (reason := self._overdue(live)):
+                if live.record.state in (State.RUNNING, State.SUSPENDED) and (reason := self._overdue(live)):
                     self._tasks.start_soon(self._guarded, self._end, live, reason, False)
                 elif live.record.state is State.RUNNING and live.heartbeat.due():
                     self._tasks.start_soon(self._guarded, self._ask, live)
@@ -839,7 +925,8 @@ class Service:
         if live.requests or live.processes.running:
             live.active_at = time.monotonic()
         quiet = time.monotonic() - live.active_at
-        return "idle" if record.idle_timeout_secs and quiet >= record.idle_timeout_secs else ""
+        timeout = record.idle_timeout_secs if record.state is State.RUNNING else 0
+        return "idle" if timeout and quiet >= timeout else ""
 
     def _find(self, ref: str) -> Live:
         if ref in self._sandboxes:

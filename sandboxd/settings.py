@@ -7,23 +7,38 @@ with the flag's name and what would be right.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sandboxd import transport
-from sandboxd.address import SOCKET
-from sandboxd.errors import SetupError
+from sandboxd import address, transport
+from sandboxd import policy as rules
+from sandboxd.address import SOCKET, TcpAddress
+from sandboxd.errors import InvalidRequest, SetupError
 from sandboxd.transport import Transport
 
 UID_BASE = 900_000
 BACKENDS = ("auto", "qemu")
+NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,30}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """How this machine is described. What no flag says of its capacity is None, and the host's own."""
+
+    id: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+    cpus: float | None = None
+    memory_mb: int | None = None
+    disk_mb: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`transport` is how the API is reached; `build_dir` holds the native programs; `audit_log` None: there is none."""
+    """`transport` is how the API is reached; `build_dir` holds the native programs; `audit_log` None: there is none;
+    `metrics` is the loopback address for Prometheus."""
 
     prepare_only: bool
     transport: Transport
@@ -39,6 +54,8 @@ class Settings:
     insecure_registries: tuple[str, ...]
     audit_log: Path | None
     audit_required: bool
+    metrics: TcpAddress | None
+    node: NodeSettings
 
 
 def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> Settings:
@@ -71,6 +88,8 @@ def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> 
         insecure_registries=tuple(_registry(text) for text in flags["--insecure-registry"]),
         audit_log=audit_log,
         audit_required=bool(flags["--audit-required"]),
+        metrics=_metrics(flags["--metrics-listen"]) if flags["--metrics-listen"] else None,
+        node=_node(flags),
     )
 
 
@@ -79,6 +98,52 @@ def _registry(text: str) -> str:
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536 or "/" in text:
         raise SetupError(f"--insecure-registry {text}: write HOST:PORT, as it stands in the images' names")
     return text
+
+
+def _node(flags: Mapping[str, Any]) -> NodeSettings:
+    id = flags["--node-id"] or ""
+    if id and not NODE_ID.match(id):
+        raise SetupError("--node-id must be 1 to 31 characters of a-z, 0-9 and -, not starting with -")
+    labels: dict[str, str] = {}
+    for text in flags["--node-label"]:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise SetupError(f"--node-label {rules.printable(text)}: write KEY=VALUE")
+        if key in labels:
+            raise SetupError(f"--node-label {rules.printable(key)} stands twice")
+        labels[key] = value
+    try:
+        rules.check_labels(labels)
+    except InvalidRequest as fault:
+        raise SetupError(f"--node-label: {fault.message}") from None
+    return NodeSettings(
+        id, labels, _amount(flags, "--capacity-cpus", fraction=True), _size(flags, "--capacity-memory-mb"),
+        _size(flags, "--capacity-disk-mb"),
+    )  # fmt: skip
+
+
+def _size(flags: Mapping[str, Any], name: str) -> int | None:
+    amount = _amount(flags, name)
+    return None if amount is None else int(amount)
+
+
+def _amount(flags: Mapping[str, Any], name: str, *, fraction: bool = False) -> float | None:
+    text = flags[name]
+    if text is None:
+        return None
+    number = r"[0-9]{1,9}(\.[0-9]{1,3})?" if fraction else r"[0-9]{1,12}"
+    if not re.fullmatch(number, text) or not float(text):
+        raise SetupError(f"{name} must be a {'' if fraction else 'whole '}number above 0")
+    return float(text)
+
+
+def _metrics(text: str) -> TcpAddress:
+    listen = address.tcp("--metrics-listen", text)
+    if not listen.loopback:
+        raise SetupError(
+            f"--metrics-listen {text}: it must be a loopback address, as in 127.0.0.1:9464: it asks for no credential"
+        )
+    return listen
 
 
 def default_socket(environment: Mapping[str, str], uid: int) -> Path:

@@ -16,17 +16,19 @@ async def _health(_: Service, __: Request) -> Reply:
 
 
 async def _capabilities(service: Service, _: Request) -> Reply:
+    return ok(capabilities(service))
+
+
+def capabilities(service: Service) -> wire.Capabilities:
     policy = service.policy
     limits = wire.Limits(**{name: getattr(policy.limits, name) for name in wire.Limits.__struct_fields__})
     offer = wire.NetworkOffer(
         default=_network(policy.default_network), ceiling=policy.ceiling, may_allow=policy.may_allow,
         may_allow_tcp=policy.may_allow_tcp,
     )  # fmt: skip
-    return ok(
-        wire.Capabilities(
-            api_version=wire.API_VERSION, backend=service.backend_name, limits=limits, network=offer,
-            capabilities={name: name in policy.capabilities for name in CAPABILITIES},
-        )
+    return wire.Capabilities(
+        api_version=wire.API_VERSION, backend=service.backend_name, limits=limits, network=offer,
+        capabilities={name: name in policy.capabilities for name in CAPABILITIES},
     )  # fmt: skip
 
 

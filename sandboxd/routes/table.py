@@ -235,10 +235,10 @@ ROUTES: tuple[Route, ...] = (
         "delete_image", "DELETE", "/v1/images", "Remove an image nobody uses.", wire.ImageRemoved, query=(IMAGE,),
         capability="images", errors=(NotFound, Conflict),
     ),
-    Route("node", "GET", "/v1/node", "The machine: what it has, what is free.", wire.Node, capability="node"),
+    Route("node", "GET", "/v1/node", "The machine: what it has, what is free.", wire.Node),
     Route(
         "cordon", "POST", "/v1/node/cordon", "Take no new sandboxes, or take them again.", wire.Node,
-        request=wire.CordonRequest, capability="node",
+        request=wire.CordonRequest,
     ),
     Route(
         "verify_audit", "GET", "/v1/audit/verify", "Check the chain of the audit log.", wire.AuditCheck,

@@ -67,6 +67,15 @@ def is_name(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A process of a machine, for looking at its accounts in /proc. A pid alone may be another's by now:
+    `start_ticks` is field 22 of /proc/<pid>/stat."""
+
+    pid: int
+    start_ticks: int
+
+
 class Machine(Protocol):
     """A machine that was started or adopted. Its guest, its VMM and its console are hostile."""
 
@@ -76,6 +85,11 @@ class Machine(Protocol):
     @property
     def vsock_path(self) -> Path:
         """A unix socket: `CONNECT <port>\\n` in, `OK <port>\\n` out, then the guest's bytes."""
+        ...
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What does the machine's work: the VMM first."""
         ...
 
     async def console_tail(self, limit_bytes: int = 8192) -> bytes:

@@ -28,7 +28,7 @@ from sandboxd.errors import BootFailed, SandboxError
 from sandboxd.vm import commands, jail, processes
 from sandboxd.vm.child import Child, ChildError, spawn
 from sandboxd.vm.commands import CONSOLE_BYTES, Accelerator, Descriptors, Tools
-from sandboxd.vm.machine import Drive, MachineSpec
+from sandboxd.vm.machine import Drive, MachineSpec, Program
 from sandboxd.vm.monitor import Monitor, MonitorError
 from sandboxd.vm.processes import Process, Record
 
@@ -54,8 +54,11 @@ class QemuMachine:
         pidfds: Sequence[int],
         monitor: Monitor | None,
         children: Sequence[Child],
+        programs: Sequence[Process],
     ) -> None:
         self.spec_id = id
+        by_role = {process.role: Program(process.pid, process.start_ticks) for process in programs}
+        self.programs = (by_role[VMM], by_role[DEVICE])
         self.vsock_path = directory / VSOCK_SOCKET
         self._directory = directory
         self._pidfds = list(pidfds)
@@ -172,7 +175,7 @@ async def adopt(directory: Path, id: str) -> QemuMachine | None:
     running = {process.role for process, _ in held if _is_marked(process, record)}
     if record.id == id and {VMM, DEVICE} <= running:
         try:
-            return QemuMachine(id, directory, pidfds, await _connect(directory), ())
+            return QemuMachine(id, directory, pidfds, await _connect(directory), (), record.processes)
         except BaseException:
             for pidfd in pidfds:
                 os.close(pidfd)
@@ -241,7 +244,9 @@ class _Starting:
             await _first(connect, *_ends(stack, self._pidfds))
         match found:
             case [Monitor() as monitor]:
-                return QemuMachine(self._spec.id, self._spec.directory, self._pidfds, monitor, self._children)
+                return QemuMachine(
+                    self._spec.id, self._spec.directory, self._pidfds, monitor, self._children, record.processes
+                )
             case _:
                 raise ChildError("a process ended before the monitor answered")
 

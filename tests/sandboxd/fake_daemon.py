@@ -42,7 +42,8 @@ from sandboxd.errors import BootFailed
 from sandboxd.limits import Limits
 from sandboxd.registries import Registries
 from sandboxd.settings import Settings, read
-from sandboxd.vm.machine import Machine, MachineSpec
+from sandboxd.vm.machine import Machine, MachineSpec, Program
+from sandboxd.vm.processes import start_ticks
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE_VMM = ROOT / "tests" / "fake_vmm.py"
@@ -56,6 +57,7 @@ class FakeMachine:
         self.vsock_path = directory / "vsock.sock"
         self._pid = pid
         self._pidfd = os.pidfd_open(pid)
+        self.programs = (Program(pid, start_ticks(pid)),)
 
     async def console_tail(self, limit_bytes: int = 8192) -> bytes:
         return b"a line of the guest's \x1b[31mconsole\n"[-limit_bytes:]
@@ -138,6 +140,7 @@ class HostileMachine:
 
     def __init__(self, spec: MachineSpec, answer: bytes) -> None:
         self.spec_id = spec.id
+        self.programs = (Program(os.getpid(), start_ticks(os.getpid())),)
         self.vsock_path = spec.directory / "vsock.sock"
         self._answer = answer
         self._listener = socket.socket(socket.AF_UNIX)
@@ -243,6 +246,11 @@ class FakeEgress:
         path = self._knobs / "report"
         rows: list[dict[str, object]] = json.loads(path.read_text()) if path.exists() else []
         return rows
+
+    async def traffic(self) -> dict[str, tuple[int, int]]:
+        path = self._knobs / "traffic"
+        told: dict[str, tuple[int, int]] = json.loads(path.read_text()) if path.exists() else {}
+        return told
 
     async def sweep(self, known: Collection[str]) -> list[str]:
         swept = [path.stem for path in self._place.glob("*.json") if path.stem not in known]

@@ -458,7 +458,7 @@ def test_c28_changes(rig: Rig) -> None:
     ("method", "path", "body"),
     [
         ("POST", "suspend", None), ("POST", "resume", None), ("POST", "snapshots", None),
-        ("PUT", "snapshot-schedule", {"every_secs": 300}), ("GET", "metrics", None),
+        ("PUT", "snapshot-schedule", {"every_secs": 300}),
     ],
 )  # fmt: skip
 def test_what_this_endpoint_lacks_is_501(rig: Rig, box: str, method: str, path: str, body: Any) -> None:

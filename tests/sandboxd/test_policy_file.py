@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sandboxd.errors import SetupError
-from sandboxd.policy import BASELINE, Limits, Policy, built_in
+from sandboxd.policy import BASELINE, Limits, Policy, PoolSize, built_in
 from sandboxd.policy_file import parse, read
 from sandboxd.store import Network
 
@@ -31,6 +31,10 @@ def parsed(text: str | bytes) -> tuple[Policy, list[str]]:
         pytest.param(
             "default_image: sandbox-base\nlimits: {max_cpus: 2, max_lifetime_secs: 60}\ndefaults: {cpus: 0.5}",
             replace(BUILT_IN, cpus=0.5, limits=Limits(max_cpus=2, max_lifetime_secs=60)), id="sizes",
+        ),
+        pytest.param("defaults: {idle_timeout_secs: 0}", replace(BUILT_IN, idle_timeout_secs=0), id="never idle"),
+        pytest.param(
+            "pools: [{size: 3}]", replace(BUILT_IN, pools=(PoolSize("", 3),)), id="a pool",
         ),
         pytest.param(
             "defaults: {idle_timeout_secs: 0}\nlimits: {max_idle_timeout_secs: 0}",
@@ -104,13 +108,26 @@ def test_what_it_says(text: str, expected: Policy) -> None:
         pytest.param("defaults: {memory_mb: 99999}", "defaults.memory_mb: 99999 is not within", id="above a limit"),
         pytest.param("limits: {max_memory_mb: 512}", "defaults.memory_mb: 1024 is not within", id="a limit below"),
         pytest.param("defaults: {cpus: 0}", "defaults.cpus: it must be a number", id="no cpu"),
-        pytest.param("defaults: {idle_timeout_secs: 0}", "defaults.idle_timeout_secs: 0 is not", id="never idle"),
         pytest.param("images: []", "images: the default image, 'sandbox-base', must be among", id="no image permitted"),
         pytest.param("images: a.test/b", "images:", id="images that are no list"),
         pytest.param("images: [sandbox-base, debian]", "images[1]: name the registry", id="an image of no registry"),
         pytest.param("default_image: debian:12", "default_image: name the registry", id="a default of no registry"),
         pytest.param("default_image: ''", "default_image: image is not", id="no image"),
-        pytest.param("pools: [{size: 1}]", "pools: pools are not built yet", id="pools"),
+        pytest.param("limits: {max_idle_timeout_secs: 60}", "defaults.idle_timeout_secs: 1800 is", id="a short limit"),
+        pytest.param("limits: {max_cpus: 65}", "limits.max_cpus: it must be a whole number from 1 to 64", id="many"),
+        pytest.param("limits: {max_lifetime_secs: 99999999999}", "limits.max_lifetime_secs: it must", id="too long"),
+        pytest.param("pools: {size: 1}", "pools: it must be a list", id="one pool"),
+        pytest.param("pools: [1]", "pools[0]: it must be a mapping", id="a pool of nothing"),
+        pytest.param("pools: [{}]", "pools[0].size: it is missing", id="a pool without a size"),
+        pytest.param("pools: [{size: 0}]", "pools[0].size: it must be a whole number from 1 to 32", id="an empty pool"),
+        pytest.param("pools: [{size: 33}]", "pools[0].size: it must be a whole number from 1", id="a large pool"),
+        pytest.param("pools: [{size: 1, cpus: 2}]", "pools[0].cpus: it is not known", id="a pool of another size"),
+        pytest.param("pools: [{size: 1, image: debian}]", "pools[0].image: name the reg", id="of no image"),
+        pytest.param("pools: [{size: 1}, {size: 2}]", "pools[1].image: 'sandbox-base' has a pool", id="two pools"),
+        pytest.param(
+            "images: [sandbox-base]\npools: [{size: 1, image: a.test/b}]", "pools[0].image: 'a.test/b' is not among",
+            id="a pool of a forbidden image",
+        ),
         pytest.param("allow_bind: true", "allow_bind: bind is not built yet", id="bind"),
         pytest.param("network: {ceiling: wide}", "network.ceiling: it must be one of none, allow", id="no mode"),
         pytest.param(
