@@ -64,6 +64,8 @@ class Rig:
         self.log = directory / "log"
         self.knobs = directory / "knobs"
         self.knobs.mkdir(exist_ok=True)
+        self.headers: dict[str, str] = {}
+        """Of every call, a token for instance."""
         self.process: subprocess.Popen[bytes] | None = None
         self.slow: Slow | None = None
 
@@ -117,7 +119,7 @@ class Rig:
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout: float = 60
     ) -> Answer:
         """`body`: bytes are octets, anything else is JSON."""
-        given = dict(headers or {})
+        given = self.headers | (headers or {})
         if isinstance(body, bytes):
             given.setdefault("Content-Type", "application/octet-stream")
         elif body is not None:
@@ -178,7 +180,10 @@ class Rig:
         return out, err, lines[-1]["exit_code"]
 
     def attach(self, process: str, early: bytes = b"") -> Attached:
-        return Attached(self.socket, process, early)
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(30)
+        sock.connect(str(self.socket))
+        return Attached(sock, process, early)
 
     def rss_kib(self) -> int:
         assert self.process is not None
@@ -221,11 +226,9 @@ class Slow:
 class Attached:
     """The frames of API §6, by hand."""
 
-    def __init__(self, path: Path, process: str, early: bytes) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(30)
-        self.socket.connect(str(path))
-        head = f"GET {process}/attach HTTP/1.1\r\nHost: localhost\r\n"
+    def __init__(self, sock: socket.socket, process: str, early: bytes, fields: str = "") -> None:
+        self.socket = sock
+        head = f"GET {process}/attach HTTP/1.1\r\nHost: localhost\r\n{fields}"
         head += "Connection: Upgrade\r\nUpgrade: sbx-stream/1\r\n\r\n"
         self.socket.sendall(head.encode() + early)
         self.file = self.socket.makefile("rb")
