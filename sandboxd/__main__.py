@@ -249,6 +249,8 @@ async def _serve(
             places, store, chosen.backend, policy, assets, uids, networks, used.files, images, audit, node
         )
         await parts.enter_async_context(service)
+        if policy.default_image != rules.DEFAULT_IMAGE:
+            images.prefetch(policy.default_image)
         await service.restore([(one.record, one.machine) for one in adopted], unreadable)
         log.info(
             "version %s, API %s, listening on %s, token %s, backend %s, network ceiling %s (%s), image %s, "

@@ -134,6 +134,11 @@ class Images:
         meanwhile, and afterwards where this fails."""
         self._join(image, None)
 
+    def prefetch(self, image: str) -> None:
+        """Installs it in the background unless it is installed."""
+        if image not in self._records:
+            self.install(image)
+
     async def provide(self, image: str, target: Path) -> None:
         """Puts the image's drive at `target`, after installing it if need be. Raises `NotFound` and `Conflict`."""
         while not self._link(image, target):

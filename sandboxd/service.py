@@ -408,8 +408,7 @@ class Service:
 
     def delete_image(self, name: str) -> int:
         """Returns how many bytes are free again."""
-        status = self.image(name)
-        if name in (rules.DEFAULT_IMAGE, self.policy.default_image) and status.state != "failed":
+        if name in (rules.DEFAULT_IMAGE, self.policy.default_image):
             raise Conflict(f"the image {name} is the server's own or its default one and stays")
         if self.image_in_use(name):
             raise Conflict(f"the image {name} is in use by a sandbox or a pool")

@@ -176,6 +176,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     # Run in a jail, without the rest of the package.
     ("sandboxd.assets.layers", (), ()),
+    ("sandboxd.assets.roots", (), ()),
     ("sandboxd.assets.confined", ("sandboxd.assets.rootspace",), ("anyio",)),
     ("sandboxd.assets.oci", ("sandboxd.errors", "sandboxd.assets.*"), ("anyio", "msgspec")),
     (

@@ -207,6 +207,9 @@ async def _talk(process: anyio.abc.Process, stdin: bytes, on_line: Callable[[byt
                 for line in lines:
                     on_line(line)
             if len(out) > OUTPUT_BYTES:
-                raise OverflowError
+                process.kill()
+                break
         code = await process.wait()
+    if len(out) > OUTPUT_BYTES:
+        raise OverflowError
     return Ended(code, bytes(out), tail.decode(errors="replace"))

@@ -11,6 +11,7 @@ counted against a limit before it is written. Standard library only, since it is
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -30,6 +31,10 @@ IDS = 65536
 NOBODY = 65534
 MAX_PATH = 4096                 # linux/limits.h PATH_MAX, NAME_MAX
 MAX_NAME = 255
+MAX_BELOW = 3072
+MAX_DEPTH = 256
+HEADERS_BYTES = 1 << 14
+"""Of one entry at most, the longest of names in it."""
 CHUNK = 1 << 20
 BLOCK = 1 << 18
 STEP_S = 0.2
@@ -61,10 +66,12 @@ class Budget:
     entries: int
     bytes_left: int
     max_bytes: int
+    taken: int = 0
     dropped: int = 0
 
     def take(self, size_bytes: int) -> None:
         self.entries -= 1
+        self.taken += 1
         self.bytes_left -= size_bytes
         if self.entries < 0:
             raise Refusal("it holds too many files")
@@ -79,7 +86,8 @@ def inside(name: str) -> str:
     """The name as one below the root: `..` leads no higher than the root, an absolute name starts there. `.` is the
     root itself."""
     path = posixpath.normpath("/" + name).lstrip("/")
-    if len(os.fsencode(path)) > MAX_PATH or any(len(os.fsencode(part)) > MAX_NAME for part in path.split("/")):
+    parts = os.fsencode(path).split(b"/")
+    if len(os.fsencode(path)) > MAX_BELOW or len(parts) > MAX_DEPTH or max(map(len, parts)) > MAX_NAME:
         raise Refusal("it holds a name that is too long")
     if "\0" in path:
         raise Refusal("it holds a name with a NUL")
@@ -145,15 +153,15 @@ class Hashed:
         self._stream, self._budget, self._on_read = stream, budget, on_read
         self.total = hashlib.sha256()
         self.size_bytes = 0
-        self._slack = 0 if budget is None else budget.max_bytes + (budget.entries << 11)
 
     def read(self, size: int = -1) -> bytes:
         data = self._stream.read(CHUNK if size < 0 else size)
         self._count(data)
         self._on_read()
         # Headers and what lies behind an archive's end are no file's bytes, and count nevertheless.
-        if self._budget is not None and self.size_bytes > self._slack:
-            raise Refusal(f"a layer decompresses to more than {self._budget.max_bytes >> 20} MiB")
+        budget = self._budget
+        if budget is not None and self.size_bytes > budget.max_bytes + (budget.taken * HEADERS_BYTES) + CHUNK:
+            raise Refusal(f"a layer decompresses to more than {budget.max_bytes >> 20} MiB")
         return data
 
     def write(self, data: Any) -> int:
@@ -300,10 +308,12 @@ def main() -> None:
     except MemoryError:
         say(refused="a layer's headers are too large")
     except OSError as fault:
-        say(refused=f"its layers could not be written: {os.strerror(fault.errno or 0)}")
+        full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
+        why = f"its layers could not be written: {os.strerror(fault.errno or 0)}"
+        say(refused="the server's disk is full" if full else why)
     else:
         used = budget.max_bytes - budget.bytes_left
-        say(written={"bytes": used, "entries": plan["max_entries"] - budget.entries, "dropped": budget.dropped})
+        say(written={"bytes": used, "entries": budget.taken, "dropped": budget.dropped})
 
 
 if __name__ == "__main__":

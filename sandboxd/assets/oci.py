@@ -135,31 +135,30 @@ class Registry:
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch)
-            await self._skopeo(words, work, limits, "pulled")
+            ended = await self._skopeo(words, work, limits)
             tasks.cancel_scope.cancel()
+        _said(ended, "pulled")
         await anyio.to_thread.run_sync(_collect, image, blobs, work / "blobs")
         tell("pulling", image.size_bytes, image.size_bytes)
 
     async def _inspect(self, reference: Reference, name: str, work: Path, *flags: str) -> bytes:
         words = ["skopeo", "inspect", "--raw", "--no-creds", *flags]
         words += [f"--tls-verify={self._verified(reference)}", f"docker://{name}"]
-        return await self._skopeo(words, work, Limits(SPACE, 64 << 20, ASK_S), "asked for")
+        return _said(await self._skopeo(words, work, Limits(SPACE, 64 << 20, ASK_S)), "asked for")
 
-    async def _skopeo(self, words: list[str], work: Path, limits: Limits, what: str) -> bytes:
+    async def _skopeo(self, words: list[str], work: Path, limits: Limits) -> confined.Ended | Unusable:
+        """What came of it; why it came to nothing is a value, for callers that do something else meanwhile."""
         environment = {name: self._environment[name] for name in PROXIES if name in self._environment}
         environment["SSL_CERT_FILE"] = "/etc/ca.crt"
         try:
-            ended = await confined.run(
+            return await confined.run(
                 work, words, ids=self._ids, limits=limits, network=True, environment=environment,
                 files=[("etc", "/etc")],
             )  # fmt: skip
         except TimeoutError:
-            raise Unusable(f"it could not be {what}: the registry took too long") from None
+            return Unusable("the registry took too long")
         except OverflowError:
-            raise Unusable("its manifest is too large") from None
-        if ended.code != 0:
-            raise _fault(ended.stderr, what)
-        return ended.stdout
+            return Unusable("its manifest is too large")
 
     def _verified(self, reference: Reference) -> str:
         return "false" if reference.registry in self._insecure else "true"
@@ -185,6 +184,14 @@ class Registry:
                 os.chmod(os.path.join(directory, name), 0o644)
 
 
+def _said(ended: confined.Ended | Unusable, what: str) -> bytes:
+    if isinstance(ended, Unusable):
+        raise ended
+    if ended.code != 0:
+        raise _fault(ended.stderr, what)
+    return ended.stdout
+
+
 def workplace(work: Path, ids: Ids) -> None:
     """A directory of ours, with one in it where the programs may write: what they wrote is never written through."""
     for path, mode in ((work, 0o755), (work / "blobs", 0o755), (work / confined.OWN, 0o700)):
@@ -202,12 +209,14 @@ async def build(image: Resolved, work: Path, ids: Ids, max_bytes: int, tell: Met
         "max_bytes": max_bytes, "squash": ids.squash,
     }  # fmt: skip
     tell("building", 0, image.size_bytes)
-    await anyio.to_thread.run_sync(shutil.copyfile, layers.__file__, work / "layers.py")
-    await anyio.to_thread.run_sync((work / "layers.py").chmod, 0o444)
+    await anyio.to_thread.run_sync(_programs, work)
     said: list[dict[str, Any]] = []
 
     def heard(line: bytes) -> None:
-        message = msgspec.json.decode(line, type=dict[str, Any])
+        try:
+            message = msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.DecodeError:
+            message = {}
         if isinstance(done := message.get("done"), int):
             tell("building", min(done, image.size_bytes), image.size_bytes)
         else:
@@ -222,13 +231,23 @@ async def build(image: Resolved, work: Path, ids: Ids, max_bytes: int, tell: Met
         raise _fault(ended.stderr, "read")
     steps = (
         (["umoci", "raw", "unpack", "--image", f"layout:{layers.TAG}", "rootfs"], "unpacked"),
+        (["python3", "-I", "../roots.py", "rootfs"], "looked at"),
         (drive.mkfs(Path("rootfs"), Path("image.erofs")), "written as a drive"),
     )
     for words, what in steps:
         ended = await _step(work, words, ids, limits)
         if ended.code != 0:
             raise _fault(ended.stderr, what)
+        if what == "looked at" and (wrong := ended.stdout.decode(errors="replace").strip()):
+            raise Unusable(wrong[:300])
     return await anyio.to_thread.run_sync(_taken, work / confined.OWN / "image.erofs")
+
+
+def _programs(work: Path) -> None:
+    """Ours, where the jail sees them."""
+    for name in ("layers.py", "roots.py"):
+        shutil.copyfile(Path(__file__).with_name(name), work / name)
+        (work / name).chmod(0o444)
 
 
 async def _step(work: Path, words: list[str], ids: Ids, limits: Limits, **more: Any) -> confined.Ended:
@@ -236,7 +255,7 @@ async def _step(work: Path, words: list[str], ids: Ids, limits: Limits, **more: 
         return await confined.run(work, words, ids=ids, limits=limits, **more)
     except TimeoutError:
         raise Unusable("it took too long to be unpacked") from None
-    except (OverflowError, msgspec.DecodeError):
+    except OverflowError:
         raise Unusable("the program that reads its layers was disturbed by them") from None
 
 

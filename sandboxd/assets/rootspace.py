@@ -11,6 +11,7 @@ import os
 import pwd
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from sandboxd.assets import command
@@ -43,7 +44,9 @@ def shell(
 
 def remove(directory: Path) -> None:
     """Remove a tree, whoever owns what is in it; nothing outside is followed."""
-    shutil.rmtree(directory, ignore_errors=True)
+    # Python's own gives up on very deep trees.
+    with suppress(RecursionError):
+        shutil.rmtree(directory, ignore_errors=True)
     if directory.exists():
         argv = enter(["rm", "-rf", "--one-file-system", "--", directory], os.geteuid())
         command.run(argv, step="remove an unfinished build")
