@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sandboxd.guard import is_local
+from tests.sandboxd.conftest import why_not
 from tests.sandboxd.rig import Rig
 
 
@@ -152,6 +156,34 @@ def test_the_socket_is_its_owners_alone(rig: Rig) -> None:
     assert rig.socket.stat().st_mode & 0o777 == 0o600
     assert rig.state.stat().st_mode & 0o777 == 0o700
     assert all(path.stat().st_mode & 0o077 == 0 for path in rig.state.glob("state.sqlite*"))
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_who_is_not_its_owner_gets_nothing_even_where_the_modes_let_him(place: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    ask = """
+import socket, sys
+s = socket.socket(socket.AF_UNIX)
+s.settimeout(20)
+s.connect(sys.argv[1])
+if sys.argv[2] == "ask":
+    s.sendall(b"GET /v1/health HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
+print(s.recv(12))
+"""
+    with Rig(place) as rig:
+        place.chmod(0o755)
+        rig.socket.chmod(0o666)
+
+        def asked(how: str, *become: str) -> str:
+            command = [*become, "/usr/bin/python3", "-c", ask, str(rig.socket), how]
+            return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+
+        stranger = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+        assert asked("hear", *stranger) == "b''\n"
+        assert "HTTP" not in asked("ask", *stranger)
+        assert asked("ask") == "b'HTTP/1.1 200'\n"
 
 
 def test_answers_carry_nothing_a_browser_could_keep(rig: Rig) -> None:
