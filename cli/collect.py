@@ -40,7 +40,7 @@ def main(args: dict[str, Any]) -> int:
     try:
         sandbox = endpoint.client.get(args["SANDBOX"])
     except NotFound:
-        if record and record.context == f"unix://{endpoint.client.path}":
+        if record and record.context == endpoint.client.endpoint.address:
             session.forget(config, record.sandbox)
         raise
     record = record or session.load(config, sandbox.id)

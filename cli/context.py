@@ -1,9 +1,9 @@
 """Which sandboxd a command speaks to.
 
-In: `--context`, else `SANDBOX_CONTEXT`, else `local`: the person's own socket, then root's. Out: an
-`Endpoint` with a `Client` for a socket that answered a connection and is served by the person or by root;
-or an error that says why there is none and how to start one. A daemon that was started a moment ago can be
-waited for.
+In: `--context`, else `SANDBOX_CONTEXT`, else `local`: the person's own socket, then root's; or an address, for which
+`SANDBOX_TOKEN_FILE`, `SANDBOX_CA_FILE`, `SANDBOX_CERT_FILE` and `SANDBOX_KEY_FILE` name files. Out: an `Endpoint` with
+a `Client` for a socket that answered a connection and is served by the person or by root, or for a network address;
+or an error that says why there is none and how to start one. A daemon that was started a moment ago can be waited for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from cli import show
-from sandboxd import unixhttp
+from sandboxd import endpoint, unixhttp
 from sandboxd.client import Client
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
@@ -24,6 +24,7 @@ CONNECT_S = 10.0
 STARTING_S = 5.0
 SAY_AFTER_S = 1.0
 ASK_AGAIN_S = 0.1
+FILES = ("token_file", "ca_file", "cert_file", "key_file")
 
 
 class Endpoint(NamedTuple):
@@ -82,15 +83,33 @@ def _choose(asked: str | None) -> Endpoint:
     name = asked or os.environ.get("SANDBOX_CONTEXT") or "local"
     if name == "local":
         return _local()
+    if name.startswith(("http://", "https://")):
+        return Endpoint(name, Client(_address(name)), "")
     if not name.startswith("unix:///"):
         raise SandboxError(
-            f"context {clean(name)}: this version knows `local` and `unix:///path/to/sandboxd.sock` only"
+            f"context {clean(name)}: neither `local` nor unix:///path/to/sandboxd.sock, http://127.0.0.1:PORT or "
+            "https://HOST:PORT"
         )
     path = name.removeprefix("unix://")
     if no := _refusal(path, by_name=True):
         kind = _Nobody if no.absent else SandboxError
         raise kind(f"no sandboxd at {clean(path)}: {no.why}")
-    return Endpoint(name, Client(path), "")
+    return Endpoint(name, _client(path), "")
+
+
+def _address(name: str) -> endpoint.Endpoint:
+    """The files are looked at now, so that what is wrong with them is said before anything is tried."""
+    files = {key: os.environ.get(f"SANDBOX_{key.upper()}", "") for key in FILES}
+    if not files["token_file"]:
+        raise SandboxError(f"context {clean(name)}: SANDBOX_TOKEN_FILE must name the file that holds the token")
+    endpoint.read_token(files["token_file"])
+    return endpoint.Endpoint.of(name, **files)
+
+
+def _client(path: str) -> Client:
+    """A daemon that has tokens wants one on its unix socket, too."""
+    token_file = os.environ.get("SANDBOX_TOKEN_FILE", "")
+    return Client(endpoint.Endpoint.of(f"unix://{path}", token_file=token_file))
 
 
 def _local() -> Endpoint:
@@ -99,7 +118,7 @@ def _local() -> Endpoint:
         no = _refusal(path, by_name=False)
         if no is None:
             note = f"using root's sandboxd at {path} ({refused[0][0]}: {refused[0][1].why})" if refused else ""
-            return Endpoint("local", Client(path), note)
+            return Endpoint("local", _client(path), note)
         refused.append((path, no))
     kind = _Nobody if refused[0][1].absent else SandboxError
     raise kind(nobody(refused, os.geteuid()))

@@ -200,7 +200,7 @@ class _Run:
         cwd = None
         if self._repo:
             status.say("cloning into the sandbox")
-            self._repo.send(client, sandbox, f"unix://{client.path}")
+            self._repo.send(client, sandbox, client.endpoint.address)
             cwd = "/workspace"
         status.say("starting the command")
         tty = not self._plan.detach and terminal.is_ours()

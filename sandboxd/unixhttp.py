@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client over a unix socket: one connection, one request.
+"""A small HTTP/1.1 client: one connection, one request.
 
-In: a socket path, a method, a target, headers, a body (bytes, or an iterator with or without a known
-length). Out: a `Response` whose body is read as it comes, or, after an accepted `Upgrade`, the connected
+In: a unix socket's path or what connects, a method, a target, headers, a body (bytes, or an iterator with or without
+a known length). Out: a `Response` whose body is read as it comes, or, after an accepted `Upgrade`, the connected
 socket and the bytes that arrived behind the answer's head. Nothing here knows what the API means.
 
 The peer is not trusted to speak HTTP: heads, chunk lines and trailers are bounded, a length that is not a
@@ -20,7 +20,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 HEAD_LIMIT_BYTES = 32 * 1024
@@ -35,6 +35,10 @@ _DIGITS = frozenset("0123456789")
 _UNFIT = frozenset("\r\n\0")
 _HEX = frozenset("0123456789abcdefABCDEF")
 _NO_BODY = (204, 304)
+
+
+Where = str | Callable[[float | None], socket.socket]
+"""A unix socket's path, or what makes a connected socket within so many seconds (and raises OSError)."""
 
 
 class ProtocolError(Exception):
@@ -254,7 +258,7 @@ class Upgraded(NamedTuple):
 
 
 def request(
-    path: str,
+    where: Where,
     method: str,
     target: str,
     *,
@@ -270,7 +274,7 @@ def request(
     bounds connecting and the wait for the head; `idle_timeout_s` bounds each wait for more of the body, and
     for the peer to take more of ours. A peer that answers before it has taken the whole body is heard.
     """
-    sock = connect(path, timeout_s)
+    sock = connect(where, timeout_s) if isinstance(where, str) else where(timeout_s)
     try:
         fields = dict(headers) | {"Connection": "close"}
         if isinstance(body, bytes):
@@ -296,10 +300,10 @@ def request(
 
 
 def upgrade(
-    path: str, target: str, *, protocol: str, headers: Mapping[str, str], timeout_s: float | None = None
+    where: Where, target: str, *, protocol: str, headers: Mapping[str, str], timeout_s: float | None = None
 ) -> Upgraded | Response:
     """Ask to switch to `protocol`; a `Response` is the refusal."""
-    sock = connect(path, timeout_s)
+    sock = connect(where, timeout_s) if isinstance(where, str) else where(timeout_s)
     try:
         fields = dict(headers) | {"Connection": "Upgrade", "Upgrade": protocol}
         reader = _Reader(sock)

@@ -105,7 +105,15 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.termsafe", (), ()),
     ("sandboxd.lifecycle", (), ()),
     ("sandboxd.spool", (), ()),
-    ("sandboxd.client", ("sandboxd.errors", "sandboxd.unixhttp"), ()),
+    ("sandboxd.answers", ("sandboxd.errors",), ()),
+    ("sandboxd.streams", ("sandboxd.answers", "sandboxd.unixhttp"), ()),
+    ("sandboxd.tlsclient", (), ()),
+    ("sandboxd.endpoint", ("sandboxd.errors", "sandboxd.tlsclient", "sandboxd.unixhttp"), ()),
+    (
+        "sandboxd.client",
+        ("sandboxd.answers", "sandboxd.endpoint", "sandboxd.errors", "sandboxd.streams", "sandboxd.unixhttp"),
+        (),
+    ),
     ("sandboxd.address", ("sandboxd.errors",), ()),
     ("sandboxd.transport", ("sandboxd.address", "sandboxd.errors"), ()),
     (
@@ -280,7 +288,10 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("cli.__main__", ("cli.*", "sandboxd.errors", "sandboxd.termsafe"), ("docopt",)),
     (
         "cli*",
-        ("cli.*", "sandboxd.client", "sandboxd.unixhttp", "sandboxd.errors", "sandboxd.termsafe", "native"),
+        (
+            "cli.*", "sandboxd.client", "sandboxd.endpoint", "sandboxd.unixhttp", "sandboxd.errors",
+            "sandboxd.termsafe", "native",
+        ),
         (),
     ),
 ]  # fmt: skip

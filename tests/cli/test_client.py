@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sandboxd import client, errors
+from sandboxd import answers, client, errors, streams
 from sandboxd.client import BadAnswer, Client, Create, Frame, FrameDecoder, NetworkRequest, Unreachable, frame
 from tests.cli.rawserver import ReadRequest, Split, Step, serving
 
@@ -109,7 +109,8 @@ def test_a_code_raises_its_class(tmp_path: Path, status: int, code: str, kind: t
     with pytest.raises(kind) as caught:
         ask(tmp_path, lambda c: c.get("demo"), answer(status, body))
     assert type(caught.value) is kind
-    assert caught.value.message == "why"
+    assert caught.value.message.startswith("why")
+    assert ("SANDBOX_TOKEN_FILE" in caught.value.message) == (status == 401)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,7 @@ def test_attach_that_goes_wrong(tmp_path: Path, wire: bytes, kind: type[Exceptio
 
 
 def test_frames_up_to_the_limit(tmp_path: Path) -> None:
-    largest = bytes(client.FRAME_LIMIT_BYTES)
+    largest = bytes(streams.FRAME_LIMIT_BYTES)
     assert FrameDecoder().feed(frame(b"o", largest)) == [Frame(b"o", largest)]
     with pytest.raises(BadAnswer):
         FrameDecoder().feed(frame(b"o", largest + b"x"))
@@ -259,13 +260,19 @@ def test_frames_up_to_the_limit(tmp_path: Path) -> None:
 def test_values_have_the_fields_of_the_wire() -> None:
     """The daemon's own types and these are two pieces of text that must agree."""
     wire = pytest.importorskip("sandboxd.wire")
-    optional = {"lifetime_secs", "expires_at"}
-    pairs = (
-        (client.Sandbox, wire.Sandbox), (client.Process, wire.Process), (client.Network, wire.Network),
-        (client.NetworkRequest, wire.NetworkRequest), (client.EgressName, wire.EgressName),
-        (client.Egress, wire.Egress), (client.Event, wire.Event),
-    )  # fmt: skip
-    for ours, theirs in pairs:
-        assert set(ours._fields) == set(theirs.__struct_fields__) - optional
+    flat = {"Capabilities", "RunResult", "Output"}
+    inside = {"Fault", "Failure", "Health", "Limits", "NetworkOffer", "Sandboxes", "Processes", "Volumes", "Images"}
+    theirs = {
+        name: kind for name, kind in vars(wire).items()
+        if isinstance(kind, type) and issubclass(kind, wire.Answer) and kind is not wire.Answer
+    }  # fmt: skip
+    for name in theirs.keys() - inside - {"Entries", "OutputLine"}:
+        assert hasattr(answers, name), f"the client has no {name}"
+        if name not in flat:
+            assert set(getattr(answers, name)._fields) == set(theirs[name].__struct_fields__), name
+    assert set(client.RunResult._fields) == set(wire.RunResult.__struct_fields__)
+    assert set(client.NetworkRequest._fields) == set(wire.NetworkRequest.__struct_fields__)
+    shown = {*wire.Capabilities.__struct_fields__, *(f"network_{name}" for name in wire.NetworkOffer.__struct_fields__)}
+    assert set(client.Capabilities._fields) == shown - {"network"}
     sent = set(Create(*["x"] * 6, {"a": "b"}, {"c": "d"}, NetworkRequest("none")).body())  # type: ignore[arg-type]
     assert sent <= set(wire.CreateRequest.__struct_fields__)
