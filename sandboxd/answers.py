@@ -259,12 +259,15 @@ class Events(NamedTuple):
 
 
 class AuditCheck(NamedTuple):
-    """Whether the audit log's chain holds; `fault` names the first place where it does not."""
+    """Whether the audit log's chain holds; `fault` names the first place where it does not.
+    `last` is the hash of the last good line."""
 
     ok: bool
     lines: int
     files: int
     fault: str
+    last: str
+    notes: tuple[str, ...]
 
 
 def decode(body: bytes) -> dict[str, Any]:
