@@ -21,7 +21,7 @@ import msgspec
 from sandboxd import chain, history, journal
 from sandboxd.chain import Link, Report
 from sandboxd.errors import Unavailable, Unsupported
-from sandboxd.generations import GENERATIONS, lines
+from sandboxd.generations import lines
 from sandboxd.history import Past
 from sandboxd.journal import Journal
 from sandboxd.wire import AuditEvent
@@ -52,8 +52,8 @@ class Audit:
         """After a restart: `past` is what the log says of these sandboxes."""
         if self._journal is not None and known:
             try:
-                with self._journal.files.opened() as files:
-                    self.past = history.past([file for _, file in files], known)
+                with self._journal.files.opened() as opened:
+                    self.past = history.past([file for _, file in opened.files], known)
             except OSError as fault:
                 log.error("the audit log cannot be read: %s", fault.strerror or fault)
 
@@ -102,13 +102,13 @@ class Audit:
 
     def events(self, sandbox_id: str) -> tuple[list[AuditEvent], bool]:
         """A sandbox's newest, oldest first, and whether there were more. Raises `Unsupported`, OSError."""
-        with self._log().files.opened() as files:
-            return history.of_sandbox([file for _, file in files], sandbox_id)
+        with self._log().files.opened() as opened:
+            return history.of_sandbox([file for _, file in opened.files], sandbox_id)
 
     def check(self, last: Link | None) -> Report:
         """Of the whole chain, up to `last` at least. Raises `Unsupported`, OSError."""
-        with self._log().files.opened() as files:
-            return chain.verify([(name, lines(file)) for name, file in files], last, GENERATIONS + 1)
+        with self._log().files.opened() as opened:
+            return chain.verify([(name, lines(file)) for name, file in opened.files], last, opened.kept)
 
     @property
     def last(self) -> Link | None:

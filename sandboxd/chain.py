@@ -123,8 +123,8 @@ def read_head(text: bytes) -> Link | None:
 
 
 def verify(files: Sequence[tuple[str, Iterable[bytes]]], head: Link | None, kept: int) -> Report:
-    """`files` are (name, lines with their newlines), the oldest first. With `kept` > 0 they are to be all there are: of
-    the dropped ones at least `kept` newer are there. `head` is None where it is not known."""
+    """`files` are (name, lines with their newlines), the oldest first. `kept` is how many of them there must be where
+    older ones were dropped, 0 where they may be a part of a log. `head` is None where it is not known."""
     check = _Check(head)
     for position, (name, lines) in enumerate(files):
         fault = check.file(name, lines, newest=position == len(files) - 1)

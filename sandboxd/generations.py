@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,6 +26,15 @@ GENERATIONS = 5
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 WRITE = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 OPENINGS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The files of a log by name, the oldest first. `kept` is how many there must be once older ones were dropped: one
+    less in the middle of a rotation."""
+
+    files: list[tuple[str, BinaryIO]]
+    kept: int
 
 
 class Generations:
@@ -40,13 +50,15 @@ class Generations:
         return self.path.with_name(f"{self.path.name}.{number}") if number else self.path
 
     @contextmanager
-    def opened(self) -> Iterator[list[tuple[str, BinaryIO]]]:
-        """Those that are there, by name, the oldest first. Raises OSError for one that cannot be read."""
+    def opened(self) -> Iterator[Opened]:
+        """Those that are there. Raises OSError for one that cannot be read."""
         for _ in range(OPENINGS):
             files = self._open_all()
             try:
+                # Looked at before the names are compared: while they are the same, a free place means a rotation.
+                kept = GENERATIONS if self.new.exists() else GENERATIONS + 1
                 if self._same(files):
-                    yield [(path.name, file) for path, file in reversed(files)]
+                    yield Opened([(path.name, file) for path, file in reversed(files)], kept)
                     return
             finally:
                 for _, file in files:
