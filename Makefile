@@ -34,10 +34,10 @@ CFLAGS_HARD := -std=c11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -D
 LDFLAGS_HARD := -Wl,-z,relro,-z,now
 PROGRAMS := $(BUILD)/sandbox-vsock $(BUILD)/guest-init $(BUILD)/guest-exec
 
-.PHONY: help demo test lint bench bench-check soak fuzz clean setup apt apt-test apt-test-install apt-bench apt-bench-install assets programs sanitizers
+.PHONY: help demo install test lint bench bench-check soak fuzz clean setup apt apt-test apt-test-install apt-bench apt-bench-install assets programs sanitizers
 
 help:
-	@sed -n 's/^\(demo\|test\|lint\|bench\|bench-check\|soak\|fuzz\|clean\|assets\):.*## /  make \1 - /p' Makefile
+	@sed -n 's/^\(demo\|install\|test\|lint\|bench\|bench-check\|soak\|fuzz\|clean\|assets\):.*## /  make \1 - /p' Makefile
 
 demo: setup assets ## set everything up, then run a small agent on a small repository in a VM
 	@mkdir -p $(BUILD)/demo
@@ -47,6 +47,25 @@ test: setup apt-test sanitizers assets lint ## set everything up and pass the te
 	@$(PY) -m pytest -q -n 2 --dist worksteal || { code=$$?; [ $$code = 1 ] || exit $$code; \
 	    echo; echo "== what failed, once more and alone: a busy machine can be too slow for a test. Look at it all the same =="; \
 	    $(PY) -m pytest -q --last-failed --last-failed-no-failures none; }
+
+# A package of its own Python environment, so that nothing else on the machine can change what runs as root.
+PREFIX ?= /opt/sandbox-cli
+CONFIG ?= /etc
+install: setup ## as root: install below PREFIX (/opt/sandbox-cli), with systemd units and an example policy
+	test -x $(PREFIX)/bin/python || $(PYTHON) -m venv $(PREFIX)
+	$(PREFIX)/bin/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements-run.lock
+	rm -rf $(BUILD)/lib* $(BUILD)/bdist* $(BUILD)/wheel
+	$(PY) -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w $(BUILD)/wheel .
+	$(PREFIX)/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall $(BUILD)/wheel/*.whl
+	install -d $(PREFIX)/libexec $(PREFIX)/share/doc $(CONFIG)/systemd/system $(CONFIG)/systemd/user
+	install -m 755 $(PROGRAMS) $(PREFIX)/libexec
+	install -m 644 README.md docs/*.md $(PREFIX)/share/doc
+	sed 's|@PREFIX@|$(PREFIX)|g' packaging/systemd/system.service.in > $(CONFIG)/systemd/system/sandboxd.service
+	sed 's|@PREFIX@|$(PREFIX)|g' packaging/systemd/user.service.in > $(CONFIG)/systemd/user/sandboxd.service
+	install -d -m 755 $(CONFIG)/sandboxd
+	install -d -m 700 $(CONFIG)/sandboxd/tokens
+	test -e $(CONFIG)/sandboxd/policy.yaml || install -m 644 packaging/policy.yaml $(CONFIG)/sandboxd/policy.yaml
+	test -e $(CONFIG)/sandboxd/environment || install -m 644 packaging/environment $(CONFIG)/sandboxd/environment
 
 lint: $(VENV)/ready ## ruff and mypy (strict)
 	$(VENV)/bin/ruff check .

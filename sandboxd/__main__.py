@@ -16,6 +16,7 @@ Options:
                        ~/.config/sandbox]
   --token-file FILE    holds a bearer token of at least 16 characters; with several files each one's will do.
                        HOST:PORT needs one
+  --token-dir DIR      holds such files, one for each person; SIGHUP reads them and the certificates again
   --tls-cert FILE      certificate chain, PEM; HOST:PORT needs it where HOST is no loopback address
   --tls-key FILE       its private key, PEM
   --client-ca FILE     clients must have a certificate of this authority, and still a token
@@ -39,7 +40,7 @@ Options:
   --capacity-cpus N    what the node says it has [all processors]
   --capacity-memory-mb N  likewise [all memory]
   --capacity-disk-mb N    likewise [the size of the state directory's file system]
-  --build-dir DIR      where the native programs are [build beside this package]
+  --build-dir DIR      where the native programs are [build beside this package, or libexec below the prefix]
   --version            print the version and exit
   --help               print this and exit
 """
@@ -71,8 +72,8 @@ from docopt import DocoptExit, docopt
 from egress import network
 from egress.control import Event
 from sandboxd import node as nodes
+from sandboxd import notify, policy_file, registries
 from sandboxd import policy as rules
-from sandboxd import policy_file, registries
 from sandboxd import settings as flags
 from sandboxd.address import TcpAddress, UnixAddress
 from sandboxd.adopt import adopt, lock
@@ -102,6 +103,9 @@ from sandboxd.vm import kvm, qemu, recovery
 from sandboxd.vm.commands import Accelerator, Tools, find_tools
 from sandboxd.vm.machine import Machine, MachineSpec
 from sandboxd.wire import API_VERSION
+
+PREPARING_S = 600.0
+"""How long a step of building the images may go on without a word."""
 
 log = logging.getLogger("sandboxd")
 
@@ -272,6 +276,7 @@ async def _serve(
                         break
                     _reload(credentials)
                 log.info("stopping")
+                notify.stopping()
                 await server.stop()
                 await service.pools.close()
                 if settings.end_sandboxes:
@@ -389,6 +394,8 @@ async def _prepare(settings: Settings, chosen: Parts, assets: AssetsState, uids:
     def report(progress: building.Progress) -> None:
         assets.report(progress)
         show(progress)
+        notify.status(f"{progress.phase}: {progress.percent} % {progress.detail}")
+        notify.starting(PREPARING_S)
 
     found = await _in_daemon_thread(lambda: chosen.prepare(settings.assets_dir, settings.build_dir, report))
     with ExitStack() as borrowed:
@@ -396,6 +403,7 @@ async def _prepare(settings: Settings, chosen: Parts, assets: AssetsState, uids:
         log.info("backend %s", clean(await chosen.settle(found, uid)))
     assets.ready(found)
     log.info("ready")
+    notify.ready()
 
 
 async def _in_daemon_thread(call: Callable[[], Assets]) -> Assets:

@@ -24,15 +24,16 @@ MAX_PEM = 1 << 20
 
 
 class Tokens:
-    """Any of them opens the API. None at all: no token is asked for."""
+    """Any of them opens the API. True where one is asked for, even if there is none at the moment."""
 
-    __slots__ = ("_digests",)
+    __slots__ = ("_digests", "_needed")
 
-    def __init__(self, tokens: Iterable[bytes] = ()) -> None:
+    def __init__(self, tokens: Iterable[bytes] = (), needed: bool = False) -> None:
         self._digests = tuple(dict.fromkeys(hashlib.sha256(token).digest() for token in tokens))
+        self._needed = needed or bool(self._digests)
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return self._needed
 
     def find(self, given: bytes) -> int | None:
         """Which one it is. Takes the same time whichever it is, or none."""
@@ -57,10 +58,24 @@ class Credentials:
 
 
 def _load(transport: Transport) -> tuple[Tokens, ssl.SSLContext | None]:
-    tokens = Tokens(read_token(path) for path in transport.token_files)
+    files = [*transport.token_files, *(_entries(transport.token_dir) if transport.token_dir is not None else ())]
+    tokens = Tokens([read_token(path) for path in files], transport.needs_token)
     if transport.tls_cert is None or transport.tls_key is None:
         return tokens, None
     return tokens, server_context(transport.tls_cert, transport.tls_key, transport.client_ca)
+
+
+def _entries(directory: Path) -> list[Path]:
+    """Every file of a directory that nobody else can write in; the names are for the operator."""
+    named = f"--token-dir {directory}"
+    try:
+        info = directory.lstat()
+        names = sorted(entry for entry in directory.iterdir() if not entry.name.startswith("."))
+    except OSError as fault:
+        raise SetupError(f"{named} cannot be read: {fault.strerror}") from None
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o077:
+        raise SetupError(f"{named} must be a directory of this user's or root's, and closed to others (mode 0700)")
+    return names
 
 
 def read_token(path: Path) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +61,10 @@ class Settings:
 
 def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> Settings:
     state_dir = _path(flags["--state-dir"] or default_state_dir(environment, uid))
+    # In a clone they are built beside us; `make install` puts them below its prefix.
     build_dir = Path(__file__).resolve().parent.parent / "build"
+    if not build_dir.is_dir():
+        build_dir = Path(sys.prefix) / "libexec"
     backend = flags["--backend"]
     if backend == "firecracker":
         raise SetupError("--backend firecracker is not built yet; qemu runs here, with KVM or without")

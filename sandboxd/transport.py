@@ -26,17 +26,23 @@ class Transport:
 
     listen: tuple[Address, ...]
     token_files: tuple[Path, ...] = ()
+    token_dir: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
     client_ca: Path | None = None
     allowed_hosts: frozenset[str] = frozenset()
+
+    @property
+    def needs_token(self) -> bool:
+        """Also where the directory of tokens is empty for the moment: then nobody gets in."""
+        return bool(self.token_files) or self.token_dir is not None
 
 
 def read(listen: Sequence[str], flags: Mapping[str, Any]) -> Transport:
     """`listen` are the addresses, of which there is at least one."""
     transport = Transport(
         tuple(parse("--listen", text) for text in listen),
-        tuple(Path(name).absolute() for name in flags["--token-file"]),
+        tuple(Path(name).absolute() for name in flags["--token-file"]), _path(flags["--token-dir"]),
         _path(flags["--tls-cert"]), _path(flags["--tls-key"]), _path(flags["--client-ca"]),
         frozenset(_host(name) for name in flags["--allowed-host"]),
     )  # fmt: skip
@@ -54,12 +60,12 @@ def _check(transport: Transport) -> None:
     for address in transport.listen:
         if not isinstance(address, TcpAddress):
             continue
-        if not transport.token_files and address.loopback:
+        if not transport.needs_token and address.loopback:
             raise SetupError(
                 f"--listen {address} needs --token-file: any local user could reach this port. "
                 "A unix socket is its owner's alone and needs no token: --listen unix:///path/to/sandboxd.sock"
             )
-        if not transport.token_files:
+        if not transport.needs_token:
             raise SetupError(f"--listen {address} needs --token-file: whoever reaches this port could use the API")
         if not address.loopback and not transport.tls_cert:
             raise SetupError(

@@ -104,6 +104,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.unixpath", (), ()),
     ("sandboxd.termsafe", (), ()),
     ("sandboxd.lifecycle", (), ()),
+    ("sandboxd.notify", ("sandboxd.termsafe",), ()),
     ("sandboxd.spool", (), ()),
     ("sandboxd.answers", ("sandboxd.errors",), ()),
     ("sandboxd.streams", ("sandboxd.answers", "sandboxd.unixhttp"), ()),
