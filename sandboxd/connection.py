@@ -176,7 +176,8 @@ class Body:
     async def begin(self) -> None:
         """An absent body has ended before anybody asks."""
         if self.declared == 0:
-            await self.receive()
+            await self._http.event()
+            self.ended.set()
 
     async def receive(self) -> bytes:
         if self.ended.is_set():

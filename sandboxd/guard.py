@@ -102,10 +102,12 @@ def is_local(host: str, allowed_hosts: frozenset[str]) -> bool:
     if parts is None:
         return False
     name = (parts["v6"] or parts["name"]).lower()
+    if name == "localhost":
+        return True
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
-        return parts["v6"] is None and (name == "localhost" or name in allowed_hosts)
+        return parts["v6"] is None and name in allowed_hosts
     return (address.version == 6) == (parts["v6"] is not None) and (
         address.is_loopback or str(address) in allowed_hosts
     )
