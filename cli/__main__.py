@@ -10,6 +10,7 @@ Commands:
   shell SANDBOX                 open a shell in a running sandbox
   attach SANDBOX                take part in a process of a sandbox
   logs SANDBOX                  print what a process wrote, and follow it
+  tunnel SANDBOX PORT           reach a port inside a sandbox from this machine
   list, ls                      list sandboxes
   bring-back SANDBOX            bring the commits of a run's sandbox back again
   update SANDBOX                change what a sandbox may reach, its name, its labels
@@ -52,6 +53,7 @@ COMMANDS = {
     "logs": "cli.logs",
     "run": "cli.run",
     "shell": "cli.shell",
+    "tunnel": "cli.tunnel",
     "update": "cli.update",
     "version": "cli.version",
     "volume": "cli.volume",
@@ -61,7 +63,7 @@ ALIASES = {"ls": "list"}
 LATER = (
     "agent", "agent-run", "context", "events", "gateway", "image", "job", "mirror", "org", "recover",
     "resume", "secret", "service", "snapshot", "snapshot-schedule", "ssh", "ssh-access", "ssh-key", "studio",
-    "suspend", "template", "tunnel", "whoami",
+    "suspend", "template", "whoami",
 )  # fmt: skip
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141

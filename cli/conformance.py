@@ -8,7 +8,7 @@ that the endpoint says it lacks. It makes up to about fifteen small sandboxes an
 nothing failed. More, and how to try another server: docs/conformance.md.
 
 Options:
-  --context=C    which sandboxd: `local` or unix:///path
+  --context=C    which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
   --row=ROW      one row only, C1 to C50
   -h, --help     show this
 """
@@ -31,7 +31,12 @@ def main(args: dict[str, Any]) -> int:
         raise SandboxError("conformance needs pytest beside sandbox-cli: pip install pytest")
     endpoint = context.choose(args["--context"])
     command = [sys.executable, "-m", "pytest", suite.submodule_search_locations[0]]
-    command += ["--endpoint", f"unix://{endpoint.client.path}"]
+    where = endpoint.client.endpoint
+    command += ["--endpoint", where.address]
+    files = {
+        "--token-file": where.token_file, "--ca": where.ca_file, "--cert": where.cert_file, "--key": where.key_file
+    }
+    command += [word for option, file in files.items() if file for word in (option, file)]
     if args["--row"]:
         command += ["--row", args["--row"]]
     sys.stdout.flush()

@@ -7,7 +7,7 @@ Ctrl-C goes to the command; the second time the command is killed.
 
 Options:
   -w DIR, --workdir=DIR   where to start it (default: /sandbox/home)
-  --context=C             which sandboxd: `local` or unix:///path
+  --context=C             which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
   -h, --help              show this
 """
 

@@ -1,0 +1,84 @@
+"""`sandbox-cli tunnel` against a daemon: loopback only, half-close, refusals in one line."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from cli import tunnel
+from sandboxd.errors import SandboxError
+from tests.sandboxd.rig import ROOT, Rig
+
+
+@contextmanager
+def running(rig: Rig, ports: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The command, and where it listens."""
+    command = [sys.executable, "-m", "cli", "tunnel", f"--context=unix://{rig.socket}", "box", ports]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline().decode()
+            assert line.startswith("127.0.0.1:"), line
+            yield process, int(line.split()[0].rpartition(":")[2])
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+
+
+def test_a_connection_with_its_half_close(rig: Rig, box: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as inside, running(rig, f"0:{inside.getsockname()[1]}") as (_, port):
+        for _ in range(2):
+            with socket.create_connection(("127.0.0.1", port), 20) as ours:
+                ours.sendall(b"request")
+                ours.shutdown(socket.SHUT_WR)
+                served, _ = inside.accept()
+                with served:
+                    heard = b""
+                    while piece := served.recv(100):
+                        heard += piece
+                    served.sendall(b"answer")
+                said = b""
+                while piece := ours.recv(100):
+                    said += piece
+            assert (heard, said) == (b"request", b"answer")
+
+
+def test_nobody_listens_inside_yet(rig: Rig, box: str) -> None:
+    """It is said, the connection is reset, and the next one may do better."""
+    with socket.socket() as inside:
+        inside.bind(("127.0.0.1", 0))
+        with running(rig, f"0:{inside.getsockname()[1]}") as (process, port):
+            with pytest.raises(ConnectionError), socket.create_connection(("127.0.0.1", port), 20) as ours:
+                assert ours.recv(1) and False
+            assert process.stderr is not None and process.stderr.readline().startswith(b"sandbox-cli: ")
+            inside.listen()
+            with socket.create_connection(("127.0.0.1", port), 20) as ours:
+                served, _ = inside.accept()
+                with served:
+                    served.sendall(b"!")
+                assert ours.recv(1) == b"!"
+
+
+def test_a_port_that_is_taken(rig: Rig, box: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [sys.executable, "-m", "cli", "tunnel", f"--context=unix://{rig.socket}", "box"]
+        command.append(f"{taken.getsockname()[1]}:80")
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, timeout=60)
+    assert done.returncode == 1 and b"in use" in done.stderr and done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(("text", "found"), [("80", (80, 80)), ("8080:80", (8080, 80)), ("0:80", (0, 80))])
+def test_ports(text: str, found: tuple[int, int]) -> None:
+    assert tunnel.ports(text) == found
+
+
+@pytest.mark.parametrize("text", ["", "0", "65536", "x", ":80", "80:", "1:2:3", "-1", "80:0", "99999:80", "٣", "1 "])
+def test_what_is_no_port(text: str) -> None:
+    with pytest.raises(SandboxError, match="not a port"):
+        tunnel.ports(text)
