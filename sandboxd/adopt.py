@@ -21,7 +21,7 @@ import anyio.to_thread
 from sandboxd.audit import Audit
 from sandboxd.errors import SetupError
 from sandboxd.lifecycle import State, move
-from sandboxd.service import Backend, Places, put_aside
+from sandboxd.service import Backend, Places, put_aside, quiesce
 from sandboxd.store import SandboxRecord, Store, Unreadable
 from sandboxd.termsafe import clean
 from sandboxd.unixpath import make_private
@@ -94,6 +94,7 @@ async def _look(
     places: Places, store: Store, backend: Backend, audit: Audit, record: SandboxRecord
 ) -> Adopted:
     if record.state is State.TERMINATED:
+        await _finish(places, backend, record)
         return Adopted(record, None)
     machine = await backend.adopt(places.machine(record.id), record.id)
     if machine is not None:
@@ -106,6 +107,14 @@ async def _look(
     ended = replace(record, state=move(record.state, State.TERMINATED), ended_because="its machine is gone")
     store.put_done(ended)
     return Adopted(ended, None)
+
+
+async def _finish(places: Places, backend: Backend, record: SandboxRecord) -> None:
+    """Of a sandbox whose end was asked for: a daemon that was killed meanwhile had perhaps not seen to its volumes. The
+    rest of its end is the sweep's."""
+    if record.volumes and (machine := await backend.adopt(places.machine(record.id), record.id)) is not None:
+        await quiesce(machine, record)
+        await machine.terminate()
 
 
 def _clear(directory: Path, known: frozenset[str] | set[str], what: str) -> None:

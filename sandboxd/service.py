@@ -850,7 +850,7 @@ class Service:
             assert live.machine is not None
             try:
                 if not keep_disk:
-                    await self._quiesce(live)
+                    await quiesce(live.machine, live.record)
                 await live.machine.terminate()
                 if keep_disk:
                     put_aside(self._places, live.record.id)
@@ -864,16 +864,6 @@ class Service:
                 live.gone.set()
         log.info("%s: ended: %s", live.record.id, reason)
         self._forget_old()
-
-    async def _quiesce(self, live: Live) -> None:
-        """What was written to volumes gets onto them before the machine is ended. One whose guest does not see to it
-        is ended all the same, and its journals are replayed later."""
-        if all(mount.read_only for mount in live.record.volumes):
-            return
-        try:
-            await live.guest.quiesce(QUIESCE_S)
-        except SandboxError as fault:
-            log.warning("%s: what it wrote to its volumes last may be lost: %s", live.record.id, fault)
 
     def _forget_old(self) -> None:
         ended = [live for live in self._sandboxes.values() if live.record.state is State.TERMINATED]
@@ -988,7 +978,7 @@ class Service:
         room = os.statvfs(self._places.state)
         free_mb = room.f_bavail * room.f_frsize >> 20
         if free_mb < min(disk_mb, MIN_FREE_MB):
-            raise Conflict(f"the server's disk is full: {free_mb} MiB are free for a new sandbox")
+            raise Conflict(f"the server's disk is full: only {free_mb} MiB are free")
 
     def _require_free(self, name: str) -> None:
         names = [live.record.name for live in self._sandboxes.values() if live.record.state is not State.TERMINATED]
@@ -1042,6 +1032,17 @@ async def make_scratch(path: Path, size_mb: int) -> None:
     if done.returncode:
         log.error("mke2fs failed: %s", _line(done.stderr.decode(errors="replace")))
         raise Internal("the sandbox's disk could not be made")
+
+
+async def quiesce(machine: Machine, record: SandboxRecord) -> None:
+    """What was written to volumes gets onto them before the machine is ended. One whose guest does not see to it may be
+    ended all the same: its journals are replayed later."""
+    if all(mount.read_only for mount in record.volumes):
+        return
+    try:
+        await Guest(machine.vsock_path, record.guest_version).quiesce(QUIESCE_S)
+    except SandboxError as fault:
+        log.warning("%s: what it wrote to its volumes last may be lost: %s", record.id, fault)
 
 
 def put_aside(places: Places, sandbox_id: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxd.client import Create, Mount, Sandbox
+from sandboxd.client import Create, Mount, Sandbox, Unreachable
 from sandboxd.errors import Conflict
 from tests.conftest import counts
 from tests.daemon import Daemon
@@ -118,7 +119,7 @@ def test_what_was_synced_outlives_a_vmm_that_is_killed(own: Daemon) -> None:
     writer = boot(own, Mount("data", "/data"))
     shell(own, writer, "echo synced > /data/synced && sync /data/synced && echo perhaps > /data/perhaps")
     for pid in vmms(writer.id):
-        os.kill(pid, 9)
+        os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 20
     while own.client.get(writer.id).state == "running" or attached(own)["data"]:
         assert time.monotonic() < deadline
@@ -132,6 +133,29 @@ def test_what_was_synced_outlives_a_vmm_that_is_killed(own: Daemon) -> None:
     assert (file.st_uid, file.st_mode & 0o777) == (os.geteuid(), 0o600)
     own.client.delete(reader.id)
     own.client.delete(writer.id)
+
+
+def test_an_end_that_a_killed_daemon_began_is_finished_with_the_volumes_whole(own: Daemon) -> None:
+    writer = boot(own, Mount("data", "/data"))
+    shell(own, writer, "echo unsynced > /data/unsynced")
+    (pid,) = (pid for pid in vmms(writer.id) if len(os.listdir(f"/proc/{pid}/task")) > 1)
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(own.client.delete, writer.id)
+        deadline = time.monotonic() + 20
+        while own.client.get(writer.id).state == "running":
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        own.kill()
+        with pytest.raises(Unreachable):
+            ending.result()
+    os.kill(pid, signal.SIGCONT)
+    own.start()
+    assert attached(own)["data"] == ""
+    assert "needs_recovery" not in superblock(own, "data")
+    command = ["/usr/sbin/debugfs", "-R", "cat /unsynced", str(own.state / "volumes" / "data.ext4")]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"unsynced\n"
+    assert own.leftovers() == []
 
 
 def test_a_volume_with_nothing_to_mount_is_said_to_be(own: Daemon) -> None:

@@ -175,6 +175,8 @@ def test_c47_one_writer_or_any_readers(other: Rig) -> None:
     made = other.call("GET", f"{S}/{writer}").json
     assert made["volumes"] == [{"name": "shared", "path": "/data", "read_only": False}]
     assert listed(other)["shared"]["attached_to"] == writer
+    created = next(one for one in other.call("GET", f"{S}/{writer}/events").json["events"])
+    assert (created["type"], created["volumes"]) == ("sandbox.created", made["volumes"])
     for read_only in (True, False):
         refused = other.call("POST", S, {"volumes": [mount("shared", read_only=read_only)]})
         assert (refused.status, refused.code) == (409, "conflict") and writer in refused.message
