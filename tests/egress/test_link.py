@@ -202,3 +202,26 @@ def test_rules_that_do_not_load_change_nothing(its: Plan) -> None:
         assert inside(its, "nft", "list", "ruleset") == before
     finally:
         os.close(tap)
+
+
+def test_what_a_tap_receives_the_guest_has_sent(its: Plan) -> None:
+    tap = link.make(its)
+    try:
+        link.bring_up(its)
+        gone = plan.of(new_instance(), new_sandbox())
+        before = link.traffic({"a": its, "gone": gone})
+        assert before.keys() == {"a"}
+        # A frame as the guest would send it (without offloads, virtio's header is ten zero bytes), of no protocol.
+        for _ in range(3):
+            os.write(tap, bytes(10) + bytes.fromhex("0600ac1000010600ac10000288b5") + bytes(500))
+        assert link.traffic({"a": its})["a"][1] - before["a"][1] == 3 * 514
+        # A neighbour that is known gets what is sent to it, over the tap; it counts once the machine has taken it.
+        command = "import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(bytes(700), ('172.16.0.2', 9))"
+        inside(its, sys.executable, "-c", command)
+        taken = len(os.read(tap, 4096)) - 10
+        assert taken == 14 + 20 + 8 + 700
+        assert link.traffic({"a": its})["a"][0] - before["a"][0] == taken
+        assert link.traffic({}) == {}
+    finally:
+        os.close(tap)
+    assert link.traffic({"a": its}) == {}, "the link is gone"

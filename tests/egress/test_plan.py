@@ -15,6 +15,13 @@ def test_a_namespace_names_the_instance_and_the_sandbox() -> None:
     assert plan.sandbox_of(its.namespace, INSTANCE) == "sbx_00112233445566ff"
 
 
+def test_a_sandbox_of_a_node_with_an_id_has_a_namespace_that_leads_back_to_it() -> None:
+    id = "sbx_rack-7_00112233445566ff"
+    its = plan.of(INSTANCE, id)
+    assert its.namespace != plan.of(INSTANCE, "sbx_00112233445566ff").namespace and "/" not in its.namespace
+    assert plan.sandbox_of(its.namespace, INSTANCE) == id
+
+
 def test_sandboxes_whose_ids_begin_alike_have_namespaces_of_their_own() -> None:
     one, other = plan.of(INSTANCE, "sbx_0011223344556677"), plan.of(INSTANCE, "sbx_0011223344556678")
     assert one.namespace != other.namespace
@@ -32,6 +39,10 @@ def test_the_addresses_of_a_link_are_in_one_network_and_the_names_in_none_of_the
     ("instance", "sandbox"),
     [
         (INSTANCE, "sbx_00112233445566f"),
+        (INSTANCE, "sbx__0011223344556677"),
+        (INSTANCE, "sbx_-n_0011223344556677"),
+        (INSTANCE, "sbx_n/m_0011223344556677"),
+        (INSTANCE, "sbx_n_m_0011223344556677"),
         (INSTANCE, "sbx_00112233445566FF"),
         (INSTANCE, "../../../etc"),
         (INSTANCE, "sbx_00112233445566ff\n"),

@@ -13,12 +13,13 @@ import pytest
 from docopt import docopt
 
 from sandboxd import __main__ as program
-from sandboxd.address import UnixAddress
+from sandboxd import prometheus
+from sandboxd.address import TcpAddress, UnixAddress
 from sandboxd.adopt import lock
 from sandboxd.errors import SetupError, Unavailable
 from sandboxd.lifecycle import MOVES, IllegalMove, State, move
 from sandboxd.listening import listen_unix
-from sandboxd.settings import default_socket, default_state_dir, read
+from sandboxd.settings import NodeSettings, default_socket, default_state_dir, read
 from sandboxd.uids import Uids, network_uids, overlapping
 from tests.daemon import assets_dir
 from tests.sandboxd.rig import ROOT
@@ -41,6 +42,19 @@ def flags(*arguments: str) -> dict[str, object]:
         (["--listen", "unix://relative"], "absolute"), (["--listen", "unix:///" + "x" * 103], "104"),
         (["--backend", "firecracker"], "not built yet"), (["--backend", "fake"], "auto or qemu"),
         (["--uid-base", "x"], "--uid-base"),
+        (["--metrics-listen", "0.0.0.0:9464"], "--metrics-listen 0.0.0.0:9464: it must be a loopback address"),
+        (["--metrics-listen", "192.0.2.1:9464"], "it must be a loopback address"),
+        (["--metrics-listen", "[::]:9464"], "it must be a loopback address"),
+        (["--metrics-listen", "host.test:9464"], "an IP address or localhost"),
+        (["--metrics-listen", "127.0.0.1"], "--metrics-listen 127.0.0.1: write HOST:PORT"),
+        *((["--node-id", id], "--node-id must be 1 to 31") for id in ("A", "a_b", "-a", "a" * 32, "a\n", "ü")),
+        (["--node-label", "zone"], "--node-label 'zone': write KEY=VALUE"),
+        (["--node-label", "Zone=a"], "--node-label: 'Zone' is not a label key"),
+        (["--node-label", "zone=a\x1b"], "--node-label: the value of the label zone"),
+        (["--node-label", "a=1", "--node-label", "a=2"], "--node-label 'a' stands twice"),
+        *((["--capacity-cpus", n], "--capacity-cpus must be a number above 0") for n in ("0", "-1", "nan", "1e3")),
+        (["--capacity-memory-mb", "1.5"], "--capacity-memory-mb must be a whole number above 0"),
+        (["--capacity-disk-mb", "٣"], "--capacity-disk-mb must be a whole number above 0"),
     ],
 )  # fmt: skip
 def test_flags_that_are_refused(arguments: list[str], part: str) -> None:
@@ -70,6 +84,28 @@ def test_default_places(environment: dict[str, str], uid: int, at: str, state: s
     settings = read(flags(), environment, uid)
     assert settings.transport.listen == (UnixAddress(Path(at)),) and settings.assets_dir == Path(state) / "assets"
     assert not settings.prepare_only and read(flags("prepare"), environment, uid).prepare_only
+
+
+def test_the_flags_of_the_node() -> None:
+    plain = read(flags(), {}, 0)
+    assert plain.node == NodeSettings() and plain.metrics is None
+    given = read(
+        flags(
+            "--node-id", "rack-7", "--node-label", "zone=a=b", "--node-label", "disk=", "--capacity-cpus", "7.5",
+            "--capacity-memory-mb", "100", "--capacity-disk-mb", "200", "--metrics-listen", "localhost:0",
+        ), {}, 0,
+    )  # fmt: skip
+    assert given.node == NodeSettings("rack-7", {"zone": "a=b", "disk": ""}, 7.5, 100, 200)
+    assert given.metrics == TcpAddress("127.0.0.1", 0)
+    assert read(flags("--metrics-listen", "[::1]:9464"), {}, 0).metrics == TcpAddress("::1", 9464)
+
+
+def test_a_port_for_metrics_that_is_taken_is_said(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(SetupError, match=r"--metrics-listen 127.0.0.1:\d+ cannot be listened on: Address already"):
+            prometheus.listen(TcpAddress("127.0.0.1", taken.getsockname()[1]))
 
 
 def test_the_flags_of_the_network() -> None:
