@@ -21,7 +21,8 @@ def pins(name: str) -> dict[str, str]:
 def test_what_is_installed_is_pinned_as_what_was_tested() -> None:
     run, all_of_it = pins("requirements-run.lock"), pins("requirements.lock")
     assert run
-    assert run.items() <= all_of_it.items(), "regenerate requirements-run.lock with pip-compile, as requirements.lock without --extra dev"
+    remedy = "regenerate requirements-run.lock with pip-compile, as requirements.lock without --extra dev"
+    assert run.items() <= all_of_it.items(), remedy
 
 
 def test_every_dependency_is_in_the_list_for_installing() -> None:
