@@ -16,6 +16,8 @@ Commands:
   update SANDBOX                change what a sandbox may reach, its name, its labels
   egress SANDBOX                show which names a sandbox asked for, and what was decided
   why ID                        explain one refusal, and print what would allow it
+  events SANDBOX                show what was done with a sandbox
+  audit verify                  check that the log of it was not changed
   kill SANDBOX...               end sandboxes and discard their disks
   volume create|ls|rm           disks that outlive sandboxes: make, list, delete
   doctor                        say what this machine and its sandboxd can do
@@ -43,10 +45,12 @@ from sandboxd.termsafe import clean
 
 COMMANDS = {
     "attach": "cli.attach",
+    "audit": "cli.audit",
     "bring-back": "cli.collect",
     "conformance": "cli.conformance",
     "doctor": "cli.doctor",
     "egress": "cli.egress",
+    "events": "cli.events",
     "exec": "cli.exec",
     "kill": "cli.kill",
     "list": "cli.list",
@@ -61,7 +65,7 @@ COMMANDS = {
 }
 ALIASES = {"ls": "list"}
 LATER = (
-    "agent", "agent-run", "context", "events", "gateway", "image", "job", "mirror", "org", "recover",
+    "agent", "agent-run", "context", "gateway", "image", "job", "mirror", "org", "recover",
     "resume", "secret", "service", "snapshot", "snapshot-schedule", "ssh", "ssh-access", "ssh-key", "studio",
     "suspend", "template", "whoami",
 )  # fmt: skip

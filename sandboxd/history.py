@@ -22,6 +22,8 @@ from sandboxd.generations import lines
 from sandboxd.wire import AuditEvent
 
 MAX_EVENTS = 5000
+MAX_BYTES = 16 << 20
+"""Of their lines."""
 GUEST_EVENTS = 1000
 """Of those, how many may be what the guest caused, where there are more of the others."""
 ID = re.compile(r"sbx_([a-z0-9][a-z0-9-]{0,30}_)?[0-9a-f]{16}\Z")
@@ -49,8 +51,10 @@ class Past:
 
 def past(files: Iterable[BinaryIO], known: Collection[str]) -> Past:
     found = Past()
+    ids = {sandbox.encode("ascii") for sandbox in known}
     for raw in _all(files):
-        if not any(kind in raw for kind in _NOTED):
+        # The line's own field comes before any label that may be called the same.
+        if raw.partition(b'"sandbox":"')[2].partition(b'"')[0] not in ids or not any(kind in raw for kind in _NOTED):
             continue
         body = _body(raw)
         sandbox = str(body.get("sandbox"))
@@ -73,13 +77,16 @@ def past(files: Iterable[BinaryIO], known: Collection[str]) -> Past:
 def of_sandbox(files: Iterable[BinaryIO], sandbox_id: str) -> tuple[list[AuditEvent], bool]:
     """The newest of a sandbox's events in the order they were written, and whether there were more."""
     wanted = f'"sandbox":{json.dumps(sandbox_id)}'.encode("ascii")
-    kept: deque[AuditEvent] = deque(maxlen=MAX_EVENTS)
-    cut = False
+    kept: deque[bytes] = deque()
+    size, cut = 0, False
     for raw in _all(files):
-        if wanted in raw and (event := _event(_body(raw), sandbox_id)) is not None:
-            cut = cut or len(kept) == MAX_EVENTS
-            kept.append(event)
-    return list(kept), cut
+        if wanted in raw:
+            kept.append(raw)
+            size += len(raw)
+            while len(kept) > MAX_EVENTS or size > MAX_BYTES:
+                size -= len(kept.popleft())
+                cut = True
+    return [event for raw in kept if (event := _event(_body(raw), sandbox_id)) is not None], cut
 
 
 def merged(events: list[AuditEvent], decisions: Iterable[Decision]) -> tuple[list[AuditEvent], bool]:

@@ -73,6 +73,8 @@ QUIESCE_S = 10.0
 MACHINE = "machine"
 """Why a sandbox ended whose machine went away by itself."""
 WORKSPACE = "/workspace"
+READERS = 2
+"""Of the audit log at once: each is busy for as long as some ten MiB take."""
 TICK_S = 1.0
 EXIT_NOTICE_S = 1.0
 """How long a lost connection waits for the news that the whole machine is gone."""
@@ -242,6 +244,7 @@ class Service:
         self.pools = Pools(pools_of(policy), self._boot_waiting)
         self.backend_name = backend.name
         self.audit = audit
+        self._reading = anyio.CapacityLimiter(READERS)
         self._places, self._store, self._backend = places, store, backend
         self._assets, self._uids = assets, uids
         self._networks, self._guest_files, self._images = networks, guest_files, images
@@ -524,7 +527,7 @@ class Service:
                 raise
             sandbox_id, known = ref, False
         try:
-            found, cut = await anyio.to_thread.run_sync(self.audit.events, sandbox_id)
+            found, cut = await anyio.to_thread.run_sync(self.audit.events, sandbox_id, limiter=self._reading)
         except OSError as fault:
             log.error("the audit log cannot be read: %s", fault.strerror or fault)
             raise Unavailable("the audit log cannot be read") from None
@@ -536,7 +539,7 @@ class Service:
     async def check_audit(self) -> Report:
         last = self.audit.last
         try:
-            return await anyio.to_thread.run_sync(self.audit.check, last)
+            return await anyio.to_thread.run_sync(self.audit.check, last, limiter=self._reading)
         except OSError as fault:
             log.error("the audit log cannot be read: %s", fault.strerror or fault)
             raise Unavailable("the audit log cannot be read") from None

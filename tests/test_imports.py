@@ -286,6 +286,11 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("sandboxd.*", "sandboxd.vm.*", "sandboxd.assets.*", "egress.network", "egress.control"),
         ("anyio", "docopt"),
     ),
+    (
+        "cli.audit",
+        ("cli.*", "sandboxd.chain", "sandboxd.client", "sandboxd.errors", "sandboxd.generations", "sandboxd.termsafe"),
+        (),
+    ),
     ("cli.__main__", ("cli.*", "sandboxd.errors", "sandboxd.termsafe"), ("docopt",)),
     (
         "cli*",

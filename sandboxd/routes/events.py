@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import anyio.to_thread
+
 from sandboxd import policy as rules
 from sandboxd import wire
 from sandboxd.errors import Unsupported
@@ -14,7 +16,8 @@ async def _events(service: Service, request: Request) -> Reply:
     if "audit" not in service.policy.capabilities:
         raise Unsupported("this endpoint does not have the capability audit")
     events, truncated = await service.events(request.path["ref"])
-    return ok(wire.Events(events=events, truncated=truncated))
+    # Of a busy sandbox these are megabytes.
+    return await anyio.to_thread.run_sync(ok, wire.Events(events=events, truncated=truncated))
 
 
 async def _verify_audit(service: Service, _: Request) -> Reply:

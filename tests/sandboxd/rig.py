@@ -57,8 +57,9 @@ class Answer:
 class Rig:
     """One fake daemon. `call` is one request on a connection of its own."""
 
-    def __init__(self, directory: Path, *flags: str) -> None:
-        self.directory, self.flags = directory, flags
+    def __init__(self, directory: Path, *flags: str, prefix: tuple[str, ...] = ()) -> None:
+        """`prefix` is a command that becomes the daemon."""
+        self.directory, self.flags, self.prefix = directory, flags, prefix
         self.state = directory / "state"
         self.socket = directory / "s.sock"
         self.log = directory / "log"
@@ -82,7 +83,8 @@ class Rig:
         self.stop()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "tests.sandboxd.fake_daemon", str(self.state), str(self.socket), *self.flags]
+        command = [*self.prefix, sys.executable, "-m", "tests.sandboxd.fake_daemon"]
+        command += [str(self.state), str(self.socket), *self.flags]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         deadline = time.monotonic() + 20
