@@ -17,37 +17,47 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from cli import context, show
+from sandboxd.client import AuditEvent
 from sandboxd.termsafe import clean
 
-SHOWN_ELSEWHERE = ("time", "type", "sandbox")
+HEAD = ("time", "type", "sandbox")
+NULLABLE = ("name", "idle_timeout_secs", "exit_code", "duration_ms", "bytes")
+"""What is said where it is 0 or empty, too."""
 HASH_CHARS = 12
 
 
 def main(args: dict[str, Any]) -> int:
-    found, truncated = context.choose(args["--context"]).client.events(args["SANDBOX"])
-    for event in found:
-        sys.stdout.write((json.dumps(event) if args["--json"] else line(event)) + "\n")
-    if truncated:
-        show.note(f"older events than these {len(found)} are left out")
+    found = context.choose(args["--context"]).client.events(args["SANDBOX"])
+    for event in found.events:
+        sys.stdout.write((json.dumps(fields(event)) if args["--json"] else line(event)) + "\n")
+    if found.truncated:
+        show.note(f"older events than these {len(found.events)} are left out")
     return 0
 
 
-def line(event: Mapping[str, Any]) -> str:
+def fields(event: AuditEvent) -> dict[str, Any]:
+    """As the API has them: those that the event's type has."""
+    said = event._asdict() | {"volumes": [mount._asdict() for mount in event.volumes]}
+    if event.network is not None:
+        network = event.network._asdict().items()
+        said["network"] = {key: value for key, value in network if value or key in ("mode", "allow")}
+    return {key: value for key, value in said.items() if value or (key in NULLABLE and value is not None)}
+
+
+def line(event: AuditEvent) -> str:
     """Fit for a terminal; every text in it is somebody else's."""
-    fields = [f"{key}={value(key, said)}" for key, said in event.items() if key not in SHOWN_ELSEWHERE]
-    head = f"{show.time(clean(str(event.get('time', ''))))}  {clean(str(event.get('type', ''))):<23}"
-    return "  ".join([head, *fields]).rstrip()
+    told = [f"{key}={value(key, said)}" for key, said in fields(event).items() if key not in HEAD]
+    return "  ".join([f"{show.time(clean(event.time))}  {clean(event.type):<23}", *told]).rstrip()
 
 
 def value(key: str, said: Any) -> str:
     match said:
         case dict():
             text = ",".join(f"{name}:{value(name, one)}" for name, one in said.items() if one is not None)
-        case list():
+        case list() | tuple():
             text = ",".join(value(key, one) for one in said)
         case _:
             text = str(said)
