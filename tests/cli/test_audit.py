@@ -116,8 +116,8 @@ def test_events_are_shown_as_lines_fit_for_a_terminal(short_tmp: Path, capfd: py
         assert events.main({**where, "--json": False}) == 0
     said = capfd.readouterr()
     assert said.out.splitlines() == [
-        '2026-01-01T00:00:00Z  process.started          pid=1  program="evil ]0;t name"  arg_count=2'
-        "  args_sha256=abababababab  env_names=A,B",
+        '2026-01-01T00:00:00Z  process.started          env_names=A,B  pid=1  program="evil ]0;t name"  arg_count=2'
+        "  args_sha256=abababababab",
         '2026-01-01T00:00:01Z  sandbox.created          labels="k:\\"v w\\""'
         "  network=mode:allowlist,allow:a.test,b.test  exit_code=0",
         "2026-01-01T00:00:02Z  sandbox.resumed",
