@@ -32,12 +32,16 @@ class Daemon:
     `prefix` is put before the command (for instance `setpriv …` to run it as an ordinary user); `flags` after it.
     """
 
-    def __init__(self, directory: Path, *, prefix: tuple[str, ...] = (), flags: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, directory: Path, *, prefix: tuple[str, ...] = (), flags: tuple[str, ...] = (),
+        assets: Path | None = None,
+    ) -> None:  # fmt: skip
         self.directory = directory
         self.state = directory / "state"
         self.socket = directory / "run" / "sandboxd.sock"
         self.log = directory / "sandboxd.log"
         self._prefix, self._flags = prefix, flags
+        self._assets = assets or assets_dir()
         self.process: subprocess.Popen[bytes] | None = None
         self._said = 0
 
@@ -51,7 +55,7 @@ class Daemon:
     def start(self, timeout_s: float = 60) -> None:
         command = [
             *self._prefix, str(BIN / "sandboxd"), "--listen", f"unix://{self.socket}",
-            "--state-dir", str(self.state), "--assets-dir", str(assets_dir()), *self._flags,
+            "--state-dir", str(self.state), "--assets-dir", str(self._assets), *self._flags,
         ]  # fmt: skip
         self.directory.mkdir(exist_ok=True)
         with self.log.open("ab") as log:

@@ -69,6 +69,8 @@ class Rig:
         """Of every call, a token for instance."""
         self.process: subprocess.Popen[bytes] | None = None
         self.slow: Slow | None = None
+        self.environment: dict[str, str] = {}
+        """What the daemon finds there beside ours."""
 
     def __enter__(self) -> Rig:
         self.start()
@@ -86,7 +88,9 @@ class Rig:
         command = [*self.prefix, sys.executable, "-m", "tests.sandboxd.fake_daemon"]
         command += [str(self.state), str(self.socket), *self.flags]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,12 @@ from tests.sandboxd.test_life import machines, until
 S = "/v1/sandboxes"
 BOUND_S = 120.0
 """What `heartbeat` allows, and as much again for a busy machine."""
+
+COMMIT = (
+    "cd /workspace && git init -q -b main . && git config user.name a && git config user.email a@b"
+    " && git commit -q --allow-empty -m One && git rev-parse HEAD"
+    " && head -c 20000000 /dev/urandom > noise && git add noise && git commit -q -m Two"
+)
 
 
 @contextlib.contextmanager
@@ -87,3 +95,39 @@ def test_every_caller_hears_of_a_guest_that_stops_in_bounded_time_and_it_can_go_
     assert own.output(kept) == (b"before\ngot again\n", b"", 0)
     with stopped(pid):
         assert own.call("DELETE", f"{S}/{box}", timeout=BOUND_S).status == 204
+
+
+def test_clients_that_stop_reading_cost_little_and_hold_nobody_else_up(other: Rig) -> None:
+    box = other.create()
+    base = other.run(box, "sh", "-c", COMMIT).stdout.split()[0].decode()
+    sockets = []
+    before = other.rss_kib()
+    run = json.dumps({"argv": ["head", "-c", "8000000", "/dev/zero"]}).encode()
+    asked = [
+        f"GET {S}/{box}/files?path=/workspace/noise HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(),
+        f"GET {S}/{box}/workspace/bundle?base={base}&branch=main HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(),
+        f"POST {S}/{box}/run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
+        + b"Content-Length: %d\r\n\r\n" % len(run) + run,
+    ]  # fmt: skip
+    try:
+        for request in asked * 3:
+            sock = socket.socket(socket.AF_UNIX)
+            sockets.append(sock)
+            sock.settimeout(30)
+            sock.connect(str(other.socket))
+            sock.sendall(request)
+        for sock in sockets:
+            assert sock.recv(12) == b"HTTP/1.1 200"
+        time.sleep(1)
+        assert other.run(box, "echo", "fine").stdout == b"fine\n"
+        assert other.rss_kib() - before < 24 << 10
+        # Whoever goes on reading gets all of it.
+        whole = b""
+        while data := sockets[0].recv(1 << 20):
+            whole += data
+            if len(whole) >= 20000000:
+                break
+    finally:
+        for sock in sockets:
+            sock.close()
+    until("their files are closed", lambda: other.call("DELETE", f"{S}/{box}").status == 204)
