@@ -18,7 +18,7 @@ from tests.sandboxd.reach import TOKEN, ports, token_files
 from tests.sandboxd.rig import Rig
 
 # What this version of the daemon does not have; everything else must run.
-LACKING = ("audit", "memory_snapshot", "metrics", "suspend")
+LACKING = ("memory_snapshot", "suspend")
 UNNETWORKED = "egress_allowlist"
 LIMIT_S = 1500
 
