@@ -19,6 +19,7 @@ Commands:
   events SANDBOX                show what was done with a sandbox
   audit verify                  check that the log of it was not changed
   kill SANDBOX...               end sandboxes and discard their disks
+  image ls|pull|rm              images that sandboxes start from: list, fetch, remove
   volume create|ls|rm           disks that outlive sandboxes: make, list, delete
   doctor                        say what this machine and its sandboxd can do
   conformance                   hold a sandboxd against the specification of its API
@@ -52,6 +53,7 @@ COMMANDS = {
     "egress": "cli.egress",
     "events": "cli.events",
     "exec": "cli.exec",
+    "image": "cli.image",
     "kill": "cli.kill",
     "list": "cli.list",
     "logs": "cli.logs",
@@ -65,7 +67,7 @@ COMMANDS = {
 }
 ALIASES = {"ls": "list"}
 LATER = (
-    "agent", "agent-run", "context", "gateway", "image", "job", "mirror", "org", "recover",
+    "agent", "agent-run", "context", "gateway", "job", "mirror", "org", "recover",
     "resume", "secret", "service", "snapshot", "snapshot-schedule", "ssh", "ssh-access", "ssh-key", "studio",
     "suspend", "template", "whoami",
 )  # fmt: skip

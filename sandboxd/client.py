@@ -178,7 +178,7 @@ class Client:
     # Sandboxes
 
     def create(self, asked: Create) -> Sandbox:
-        return answers.read(Sandbox, self._json("POST", "/v1/sandboxes", asked.body(), timeout_s=CREATE_S))
+        return answers.read(Sandbox, self._json("POST", "/v1/sandboxes", asked.body(), timeout_s=None if asked.image else CREATE_S))
 
     def sandboxes(self, labels: Sequence[str] = ()) -> list[Sandbox]:
         """Newest first; `labels` are `key=value` pairs that must all match."""
