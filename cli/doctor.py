@@ -36,6 +36,8 @@ from sandboxd.termsafe import clean, first_line
 
 VERSION_S = 10.0
 PROGRAMS = {"qemu": "qemu-system-x86_64", "bubblewrap": "bwrap", "nftables": "nft"}
+IMAGE_PROGRAMS = {"skopeo": "skopeo", "umoci": "umoci", "mkfs.erofs": "erofs-utils", "zstd": "zstd"}
+"""What images of registries need, and the packages it is in."""
 PROBE = Create(labels={"doctor": "probe"}, idle_timeout_secs=300)
 KEY_WIDTH = 16
 
@@ -100,10 +102,19 @@ def host() -> Iterator[Fact]:
     yield from kvm()
     for name, program in PROGRAMS.items():
         yield name, program_version(program)
+    yield "images", image_programs()
     try:
         yield "git", ".".join(str(part) for part in githard.version())
     except SandboxError as error:
         yield "git", str(error)
+
+
+def image_programs() -> str:
+    path = "/usr/bin:/usr/sbin:/bin:/sbin"
+    lacking = sorted(package for name, package in IMAGE_PROGRAMS.items() if shutil.which(name, path=path) is None)
+    if not lacking:
+        return "sandbox-base and those of registries"
+    return f"sandbox-base alone; for others let root run: apt-get install -y {' '.join(lacking)}"
 
 
 def kvm() -> Iterator[Fact]:

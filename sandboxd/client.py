@@ -27,6 +27,7 @@ from sandboxd.answers import (
     Event,
     Events,
     Image,
+    ImageProgress,
     ImageRemoved,
     Metrics,
     Mount,
@@ -61,6 +62,7 @@ __all__ = [
     "Frame",
     "FrameDecoder",
     "Image",
+    "ImageProgress",
     "ImageRemoved",
     "Metrics",
     "Mount",
@@ -178,7 +180,9 @@ class Client:
     # Sandboxes
 
     def create(self, asked: Create) -> Sandbox:
-        return answers.read(Sandbox, self._json("POST", "/v1/sandboxes", asked.body(), timeout_s=None if asked.image else CREATE_S))
+        # An image that is not there yet may take an hour, and the server bounds it.
+        timeout_s = None if asked.image else CREATE_S
+        return answers.read(Sandbox, self._json("POST", "/v1/sandboxes", asked.body(), timeout_s=timeout_s))
 
     def sandboxes(self, labels: Sequence[str] = ()) -> list[Sandbox]:
         """Newest first; `labels` are `key=value` pairs that must all match."""

@@ -398,10 +398,10 @@ class Service:
 
     def images(self) -> list[Status]:
         """By name; ours is one of them."""
-        return sorted([self._base_image(), *self._images.all()], key=lambda one: one.image)
+        return sorted([self._assets.base_image(), *self._images.all()], key=lambda one: one.image)
 
     def image(self, name: str) -> Status:
-        return self._base_image() if name == rules.DEFAULT_IMAGE else self._images.status(name)
+        return self._assets.base_image() if name == rules.DEFAULT_IMAGE else self._images.status(name)
 
     def install_image(self, name: str) -> Status:
         rules.check_image(name, self.policy)
@@ -417,14 +417,13 @@ class Service:
             raise Conflict(f"the image {name} is in use by a sandbox or a pool")
         return self._images.delete(name)
 
+    def image_pooled(self, name: str) -> bool:
+        return any(pool.shape.image == name for pool in self.pools.all)
+
     def image_in_use(self, name: str) -> bool:
-        pooled = any(pool.shape.image == name for pool in self.pools.all)
-        return pooled or any(
+        return self.image_pooled(name) or any(
             live.record.image == name and live.record.state is not State.TERMINATED for live in self._sandboxes.values()
         )
-
-    def _base_image(self) -> Status:
-        return self._assets.base_image()
 
     # -- what they use, and the machine they are on
 

@@ -39,12 +39,11 @@ def _image(service: Service, one: Status) -> wire.Image:
     now = one.progress
     progress = None if now is None else wire.ImageProgress(phase=now.phase, done=now.done, total=now.total)
     default = one.image == service.policy.default_image
-    pooled = any(pool.shape.image == one.image for pool in service.pools.all)
     return wire.Image(
         image=one.image, state=one.state, digest=one.digest, bytes=one.bytes,
         installed_at=timestamp(one.installed_at) if one.installed_at else "",
-        in_use=default or service.image_in_use(one.image), default=default, pooled=pooled,
-        progress=progress, error=one.error,
+        in_use=default or service.image_in_use(one.image), default=default,
+        pooled=service.image_pooled(one.image), progress=progress, error=one.error,
     )  # fmt: skip
 
 
