@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import fcntl
 import os
 import socket
 import stat
@@ -299,6 +300,11 @@ def _open_drive(stack: ExitStack, index: int, drive: Drive) -> int:
     stack.callback(os.close, fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise BootFailed(f"opening drive {index}: not a regular file", None, b"")
+    try:
+        # Of the open file and so of the VMM, whoever else ends; whatever a record says, two never write to one drive.
+        fcntl.flock(fd, (fcntl.LOCK_SH if drive.read_only else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BootFailed(f"opening drive {index}: another machine has it", None, b"") from None
     return fd
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -47,6 +48,15 @@ def attached(daemon: Daemon) -> dict[str, str]:
     return {one.name: one.attached_to for one in daemon.client.volumes()}
 
 
+def lockable(daemon: Daemon, name: str, how: int) -> bool:
+    with (daemon.state / "volumes" / f"{name}.ext4").open("rb") as file:
+        try:
+            fcntl.flock(file, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
 def superblock(daemon: Daemon, name: str) -> str:
     path = daemon.state / "volumes" / f"{name}.ext4"
     return subprocess.run(["/usr/sbin/dumpe2fs", "-h", path], capture_output=True, text=True, check=True).stdout
@@ -81,6 +91,7 @@ def test_what_a_writer_leaves_readers_find_and_cannot_change(own: Daemon) -> Non
     own.kill()
     own.start()
     assert attached(own) == {"data": writer.id, "other": writer.id}
+    assert not lockable(own, "data", fcntl.LOCK_SH), "the machine itself holds it, whatever becomes of the records"
     with pytest.raises(Conflict, match=r"one writer or any number of readers"):
         boot(own, Mount("data", "/data", True))
     # Written a moment before the end, and still being written to.
@@ -97,6 +108,7 @@ def test_what_a_writer_leaves_readers_find_and_cannot_change(own: Daemon) -> Non
 
     with ThreadPoolExecutor(2) as pool:
         readers = list(pool.map(reader, range(counts(2, 5))))
+    assert lockable(own, "data", fcntl.LOCK_SH) and not lockable(own, "data", fcntl.LOCK_EX)
     assert attached(own)["data"] == min((one.created_at, one.id) for one in readers)[1]
     for one in readers:
         said = shell(own, one, READ).splitlines()

@@ -152,8 +152,11 @@ def test_a_killed_starters_machine_is_adopted_boots_and_is_confined(directory: P
             await machine.wait_exit()
         assert waiting.cancelled_caught
         # A start in the same directory is refused, and does this machine no harm.
+        again = spec(directory, "kept")
+        with pytest.raises(BootFailed, match="drive 2: another machine has it"):
+            await qemu.start(again, tools)
         with pytest.raises(BootFailed, match="sockets"):
-            await qemu.start(spec(directory, "kept"), tools)
+            await qemu.start(replace(again, drives=again.drives[:2]), tools)
         assert b'"ok":true' in (await ping(machine)).replace(b" ", b"")
         async with anyio.create_task_group() as group:
             group.start_soon(machine.wait_exit)
