@@ -107,7 +107,9 @@ class Endpoint:
         connection = http.client.HTTPConnection(self.host, timeout=timeout_s)
         connection.sock = self.dial(timeout_s)
         try:
-            connection.request(method, target, body, given)
+            # It may answer before it has heard all; the answer is there to be read.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
+                connection.request(method, target, body, given)
             return _read(connection.getresponse())
         finally:
             connection.close()
@@ -121,8 +123,7 @@ class Endpoint:
     def say(self, data: bytes, timeout_s: float = 30.0) -> Answer:
         """These very bytes, and the answer to them."""
         with self.dial(timeout_s) as sock:
-            # It may answer before it has heard all; the answer is there to be read.
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):
                 sock.sendall(data)
             response = http.client.HTTPResponse(sock)
             response.begin()

@@ -1,0 +1,22 @@
+"""`sandbox-cli conformance`, as a person runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from tests.daemon import BIN
+from tests.sandboxd.rig import Rig
+
+
+def test_the_command_runs_the_suite_against_its_context(tmp_path: Path, short_tmp: Path) -> None:
+    directory = short_tmp / "conformance-command"
+    directory.mkdir()
+    with Rig(directory) as rig:
+        ran = subprocess.run(
+            [str(BIN / "sandbox-cli"), "conformance", "--context", f"unix://{rig.socket}", "--row", "C1"],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path,
+            env={name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ},
+        )  # fmt: skip
+    assert ran.returncode == 0 and "1 passed" in ran.stdout, ran.stdout + ran.stderr
