@@ -36,7 +36,8 @@
 #define NEW_ROOT "/root"
 #define DRIVE_WAIT_MS 10000
 #define DRIVE_POLL_MS 5
-#define GUESTD_DEATHS_MAX 5
+#define GUESTD_DEATHS_MAX 5 /* in a row */
+#define GUESTD_LIVES_S 10   /* then it had worked, and its end is the first one again */
 #define GUESTD_PAUSE_MS 200
 #define ORDER_MAX_BYTES 4096
 
@@ -187,8 +188,15 @@ static pid_t start_guestd(void) {
     _exit(127);
 }
 
+static time_t now_s(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec;
+}
+
 static void supervise(void) {
     int deaths = 0;
+    time_t started_s = now_s();
     pid_t guestd = start_guestd();
     for (;;) {
         int status = 0;
@@ -201,11 +209,14 @@ static void supervise(void) {
             say("guest-init: guestd ended: signal %d\n", WTERMSIG(status));
         else
             say("guest-init: guestd ended: exit %d\n", WEXITSTATUS(status));
+        if (now_s() - started_s >= GUESTD_LIVES_S)
+            deaths = 0;
         if (++deaths > GUESTD_DEATHS_MAX) {
             say("guest-init: failed: guestd ended %d times\n", deaths);
             end(RB_AUTOBOOT);
         }
         pause_ms(GUESTD_PAUSE_MS);
+        started_s = now_s();
         guestd = start_guestd();
     }
 }

@@ -27,26 +27,29 @@ static size_t content(const char *pid, const char *file, char *into, size_t size
     return length > 0 ? (size_t)length : 0;
 }
 
-/* One look: whether the word was given, and guestd's pid. */
-static int look(pid_t *guestd) {
+static int names_guestd(const char *pid) {
+    static const char argument[] = "/opt/sandbox/guestd";
+    char text[128];
+    size_t length = content(pid, "cmdline", text, sizeof text);
+    return memmem(text, length, argument, sizeof argument) != NULL && strncmp(text, "/usr/bin/python3", 16) == 0;
+}
+
+static int names_the_word(const char *pid) {
+    char text[32];
+    content(pid, "comm", text, sizeof text);
+    return strcmp(text, "kill-guestd\n") == 0;
+}
+
+/* The first process that has it, or 0. Kernel threads come first and have neither. */
+static pid_t find(int (*has)(const char *pid)) {
     DIR *proc = opendir(PROC);
-    int told = 0;
-    *guestd = 0;
-    if (proc == NULL)
-        return 0;
-    for (struct dirent *entry; (entry = readdir(proc)) != NULL;) {
-        char text[128];
-        if (entry->d_name[0] < '0' || entry->d_name[0] > '9')
-            continue;
-        content(entry->d_name, "comm", text, sizeof text);
-        told |= strcmp(text, "kill-guestd\n") == 0;
-        size_t length = content(entry->d_name, "cmdline", text, sizeof text);
-        static const char argument[] = "/opt/sandbox/guestd";
-        if (memmem(text, length, argument, sizeof argument) != NULL && strncmp(text, "/usr/bin/python3", 16) == 0)
-            *guestd = (pid_t)atoi(entry->d_name);
-    }
-    closedir(proc);
-    return told;
+    pid_t found = 0;
+    for (struct dirent *entry; proc != NULL && found == 0 && (entry = readdir(proc)) != NULL;)
+        if (entry->d_name[0] >= '1' && entry->d_name[0] <= '9' && has(entry->d_name))
+            found = (pid_t)atoi(entry->d_name);
+    if (proc != NULL)
+        closedir(proc);
+    return found;
 }
 
 __attribute__((constructor)) static void begin(void) {
@@ -54,12 +57,12 @@ __attribute__((constructor)) static void begin(void) {
         return;
     mkdir(PROC, 0700);
     mount("proc", PROC, "proc", 0, NULL);
-    for (int before = 0;;) {
-        pid_t guestd;
-        int told = look(&guestd);
-        if (told && !before && guestd > 1)
+    /* Seldom: a machine is slow where it is emulated. */
+    for (pid_t before = 0;; usleep(200000)) {
+        pid_t word = find(names_the_word);
+        pid_t guestd = word != 0 && word != before ? find(names_guestd) : 0;
+        if (guestd > 1)
             kill(guestd, SIGKILL);
-        before = told;
-        usleep(20000);
+        before = word;
     }
 }
