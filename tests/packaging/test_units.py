@@ -78,25 +78,19 @@ STEPS = [
     "without a token nobody is let in",
     "no user can take such a port",
     "a reload takes a removed token away",
-    "a process is in the unit's control group",
     "a killed daemon is started again",
-    "a process outlives the kill",
-    "it restarts",
-    "a process outlives the restart",
     "it stops",
-    "a process outlives the stop",
-    "it starts again",
     "a user's unit starts",
     "its user uses it",
     "another user does not",
     "it stops for its user",
 ]
+WHAT = "a sandbox" if SOAK else "a process"
+STEPS += [f"{WHAT} is in the unit's control group", f"{WHAT} outlives the kill", f"{WHAT} outlives the stop"]
 IN_DEPTH = [
     "a sandbox runs a command",
-    "a sandbox is in the unit's control group",
-    "a sandbox outlives the kill",
+    "a sandbox outlives the start",
     "a sandbox outlives the restart",
-    "a sandbox outlives the stop",
     "the sandbox answers after all that",
     "it is ended on request",
 ]
