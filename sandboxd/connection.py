@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import anyio
@@ -198,13 +199,14 @@ class Body:
     async def give_up(self) -> None:
         """Takes a small rest that is surely on its way, so that the connection can be kept."""
         small = self.declared is not None and self.declared - self._taken <= AHEAD_BYTES
-        if small and not self._http.waits_for_continue:
-            with anyio.move_on_after(self._shared.limits.linger_s):
-                try:
+        try:
+            if small and not self._http.waits_for_continue:
+                with anyio.move_on_after(self._shared.limits.linger_s), suppress(ApiError):
                     while await self.receive():
                         pass
-                except ApiError:
-                    return
+        finally:
+            # Nobody reads it, so nothing of it is in memory.
+            self.let_go()
 
     def let_go(self) -> None:
         """Of the memory it was counted with."""

@@ -96,18 +96,23 @@ class Http1:
         while len(self._ahead) < AHEAD_BYTES:
             data = await self._receive()
             if not data:
-                await self._probe()
-                await self.hung_up()
-                return
+                break
             self._ahead += data
-        await anyio.sleep_forever()
+        else:
+            # No more is taken of it, so nobody reads as far as its end.
+            await self._polled(select.POLLRDHUP)
+        await self._probe()
+        await self.hung_up()
 
     async def hung_up(self) -> None:
         """A client that only ended its own direction is still there: poll(2) tells the two apart by POLLHUP,
         which no event loop waits for once the end of the stream has been read. Over TCP it is there once something
         that was sent (a keepalive, if nothing else) was answered with a reset."""
+        await self._polled(0)
+
+    async def _polled(self, events: int) -> None:
         poller = select.poll()
-        poller.register(self._stream.sock, 0)
+        poller.register(self._stream.sock, events)
         while not poller.poll(0):  # noqa: ASYNC110
             await anyio.sleep(HANGUP_CHECK_S)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,36 @@ def test_json_in_memory_is_bounded_for_a_client(tcp: Reach, held: Hold) -> None:
     first.sendall(b"[]")
     assert said_by(first).startswith(b"HTTP/1.1 400 ")
     assert tcp.raw(head + b" " * (size - 2) + b"[]").startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status"),
+    [
+        ("/v1/nothing", JSON, 404),
+        ("/v1/sandboxes", ("Content-Type: text/plain",), 415),
+        ("/v1/sandboxes", (*JSON, "Origin: https://evil.example"), 403),
+        ("/v1/sandboxes", JSON, 400),
+    ],
+)
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_what_was_refused_is_not_in_memory(
+    tcp: Reach, kind: str, path: str, fields: tuple[str, ...], status: int
+) -> None:
+    """Of one connection, and of many: in all more than a client may have there."""
+    body = b" " * 60_000
+    reach = replace(tcp, kind=kind)
+    request = reach.head("POST", path, *fields, f"Content-Length: {len(body)}") + body
+    get = reach.head("GET", "/v1/sandboxes")
+    for _ in range(3):
+        with reach.connect() as sock:
+            for sent in (get, *[request] * (SMALL.json_held_per_client_bytes // len(body) // 2 + 1)):
+                sock.sendall(sent)
+                answer = HTTPResponse(sock)
+                answer.begin()
+                answer.read()
+                assert answer.status == (200 if sent is get else status)
+    refused = reach.head("POST", "/v1/sandboxes", *JSON, "Content-Length: 60000", "Connection: close") + body
+    assert reach.raw(refused).startswith(b"HTTP/1.1 400 ")
 
 
 # -- the count itself

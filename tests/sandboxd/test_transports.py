@@ -275,8 +275,10 @@ def test_a_client_that_only_ends_its_direction_gets_its_answer(reach: Reach) -> 
     assert said.count(b"HTTP/1.1 100 ") == (0 if reach.kind == "unix" else 1), "the question whether it is still there"
 
 
-def test_a_client_that_leaves_ends_what_it_asked_for(reach: Reach, tmp_path: Path) -> None:
-    mark = f"sleep-{reach.kind}"
+@pytest.mark.parametrize("ahead", [0, 100_000], ids=["quiet", "talking"])
+def test_a_client_that_leaves_ends_what_it_asked_for(reach: Reach, ahead: int) -> None:
+    """One that had sent more ahead than anybody read, too."""
+    mark = f"sleep-{reach.kind}-{ahead}"
     body = json.dumps({"argv": ["sh", "-c", f"echo $$ > /tmp/{mark}; exec sleep 300"]}).encode()
     sock = reach.connect()
     fields = ("Content-Type: application/json", f"Content-Length: {len(body)}")
@@ -284,6 +286,7 @@ def test_a_client_that_leaves_ends_what_it_asked_for(reach: Reach, tmp_path: Pat
     file = f"/v1/sandboxes/box/files?path=/tmp/{mark}"
     until(lambda: reach.call("GET", file).body.endswith(b"\n"))
     pid = int(reach.call("GET", file).body)
+    sock.sendall(b"x" * ahead)
     if isinstance(sock, ssl.SSLSocket):
         end_direction(sock)         # politely: close_notify, then the end of the connection
     sock.close()
