@@ -4,7 +4,7 @@ In: events by type, with names and never a value, an argument or a file's conten
 nothing where it is switched off. Where a line cannot be written, the request goes through and the loss is counted,
 said once in the daemon's log and, when writing works again, in the audit log itself. With `required` nothing is begun
 that could not be recorded, and what has happened by then waits in memory and is written first. Used on the event loop
-alone; the long reads are for a thread.
+alone, but for what a restart reads; later reads, which are long, run in threads.
 """
 
 from __future__ import annotations
@@ -12,21 +12,27 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio
+import anyio.to_thread
 import msgspec
 
 from sandboxd import chain, history, journal
-from sandboxd.chain import Link, Report
+from sandboxd.chain import Report
 from sandboxd.errors import Unavailable, Unsupported
-from sandboxd.generations import lines
+from sandboxd.generations import Opened, lines
 from sandboxd.history import Past
 from sandboxd.journal import Journal
 from sandboxd.wire import AuditEvent
 
+T = TypeVar("T")
+
 MAX_WAITING = 10_000
+READERS = 2
+"""At once: each is busy for as long as some ten MiB take."""
 LOST = "audit.lost"
 
 _FIELDS = frozenset(AuditEvent.__struct_fields__)
@@ -43,6 +49,7 @@ class Audit:
         self._waiting: deque[dict[str, Any]] = deque()
         self._lost = 0
         self._failing = self._full = False
+        self._readers = anyio.CapacityLimiter(READERS)
 
     @property
     def enabled(self) -> bool:
@@ -100,24 +107,34 @@ class Audit:
             self._lost = 0
         return True
 
-    def events(self, sandbox_id: str) -> tuple[list[AuditEvent], bool]:
-        """A sandbox's newest, oldest first, and whether there were more. Raises `Unsupported`, OSError."""
-        with self._log().files.opened() as opened:
-            return history.of_sandbox([file for _, file in opened.files], sandbox_id)
+    async def events(self, sandbox_id: str) -> tuple[list[AuditEvent], bool]:
+        """A sandbox's newest, oldest first, and whether there were more. Raises `Unsupported`, `Unavailable`."""
+        return await self._read(lambda opened: history.of_sandbox([file for _, file in opened.files], sandbox_id))
 
-    def check(self, last: Link | None) -> Report:
-        """Of the whole chain, up to `last` at least. Raises `Unsupported`, OSError."""
-        with self._log().files.opened() as opened:
-            return chain.verify([(name, lines(file)) for name, file in opened.files], last, opened.kept)
-
-    @property
-    def last(self) -> Link | None:
-        return None if self._journal is None else self._journal.last
+    async def check(self) -> Report:
+        """Of the whole chain, up to what was written last at least. Raises `Unsupported`, `Unavailable`."""
+        last = self._log().last
+        return await self._read(
+            lambda opened: chain.verify([(name, lines(file)) for name, file in opened.files], last, opened.kept)
+        )
 
     def close(self) -> None:
         if self._journal is not None:
             self.catch_up()
             self._journal.close()
+
+    async def _read(self, what: Callable[[Opened], T]) -> T:
+        files = self._log().files
+
+        def read() -> T:
+            with files.opened() as opened:
+                return what(opened)
+
+        try:
+            return await anyio.to_thread.run_sync(read, limiter=self._readers)
+        except OSError as fault:
+            log.error("the audit log cannot be read: %s", fault.strerror or fault)
+            raise Unavailable("the audit log cannot be read") from None
 
     def _log(self) -> Journal:
         if self._journal is None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,6 +24,7 @@ import anyio.abc
 
 from guestd import protocol
 from sandboxd import audit as audits
+from sandboxd import trees
 from sandboxd.audit import Audit
 from sandboxd.errors import Conflict, GuestProtocolError, Internal, NotFound, Unavailable, Unsupported
 from sandboxd.guest import Guest, GuestGone, GuestRefused, Session
@@ -342,7 +342,7 @@ class Processes:
         """Every trace on disk, of a sandbox that is forgotten."""
         for process in self._known.values():
             process.spool.remove()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        trees.remove(self._directory)
 
     def _add(self, record: ProcessRecord) -> Process:
         directory = self._directory / str(record.pid)

@@ -14,11 +14,12 @@ notes the cut. A disk that is full loses bytes as if they were dropped; much out
 from __future__ import annotations
 
 import os
-import shutil
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from sandboxd import trees
 
 RUN_LIMIT = 8 << 20
 STREAM_LIMIT = 64 << 20
@@ -131,7 +132,7 @@ class Spool:
 
     def remove(self) -> None:
         self.seal()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        trees.remove(self.directory)
         for stream in self._streams.values():
             stream.segments.clear()
             stream.kept = 0

@@ -4,10 +4,8 @@ In: names and sizes that were checked, and who uses which volume at the moment, 
 it. Out: records, drives for machines, and `Conflict` or `NotFound`. A volume has one writer or any number of readers;
 `claim` answers without waiting, so whoever asks it and registers at once has what it granted.
 
-The files are the guests': nothing on the host ever mounts one, and all that is read of one here are a few bytes of
-its superblock, to see whether a machine left it in the middle of something. Then its journal must be replayed before
-a reader, whose drive cannot be written, can mount it: `recover` does that in a jail. A writer's kernel does it by
-itself.
+The files are the guests'. Where a machine left one in the middle of something, its journal must be replayed before a
+reader, whose drive cannot be written, can mount it: `recover` does that in a jail. A writer's kernel does it by itself.
 
 Every file appears and disappears under a name of its own, by rename; what a killed daemon left of either is removed
 at the next start. A file with a volume's name and without a record is somebody's data, and gets a record.
@@ -19,8 +17,6 @@ import logging
 import os
 import re
 import secrets
-import stat
-import struct
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -29,24 +25,15 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from sandboxd import ext4
 from sandboxd.errors import Conflict, Internal, NotFound
 from sandboxd.store import Mount, Store, VolumeRecord
-from sandboxd.termsafe import first_line
 
 SUFFIX = ".ext4"
 TEMPORARY = re.compile(r"\.(?:new|gone)-[0-9a-f]{16}\Z")
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\.ext4\Z")
 OWNER = 1001
 """Uid and gid of the user in the sandbox, to whom a volume's root directory belongs."""
-
-# linux/fs/ext4/ext4.h, struct ext4_super_block
-SUPERBLOCK_AT = 1024
-MAGIC_AND_STATE = struct.Struct("<HH")
-MAGIC_AT = 0x38
-INCOMPAT_AT = 0x60
-MAGIC = 0xEF53
-VALID, ERRORS = 1, 2
-NEEDS_RECOVERY = 4
 
 log = logging.getLogger("sandboxd")
 
@@ -83,7 +70,7 @@ class Volumes:
         self._making.add(name)
         draft = self._directory / f".new-{secrets.token_hex(8)}"
         try:
-            await make(draft, size_mb)
+            await ext4.make(draft, size_mb, "volume", OWNER, "the volume")
             record = VolumeRecord(name, size_mb, time.time())
             # No wait from here on: it is there with its record, or not at all.
             draft.rename(self._path(name))
@@ -146,7 +133,7 @@ class Volumes:
         return tuple(paths)
 
     async def _make_readable(self, name: str, path: Path, sandbox_id: str, uid: int | None) -> None:
-        if is_clean(path):
+        if ext4.is_clean(path):
             return
         log.info("volume %s: its last writer ended without notice; its journal is replayed", name)
         try:
@@ -156,7 +143,7 @@ class Volumes:
         finally:
             if uid is not None:
                 os.chown(path, 0, 0)
-        if not done or not is_clean(path):
+        if not done or not ext4.is_clean(path):
             raise Conflict(
                 f"the volume {name} was left by a machine that ended without notice, and its file system could not be "
                 "brought in order; attach it for writing to save what is in it, or delete it"
@@ -192,39 +179,3 @@ def holder(name: str, uses: Iterable[Use]) -> str | None:
     """The id of the sandbox that writes to a volume, or of the first one that reads it."""
     having = sorted((use.since, use.sandbox) for use in uses if use.mount.name == name)
     return having[0][1] if having else None
-
-
-def is_clean(path: Path) -> bool:
-    """Whether the file system says that it was left in order. A lie costs its teller a mount that fails."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return False
-        head = os.pread(fd, 1024, SUPERBLOCK_AT)
-    finally:
-        os.close(fd)
-    if len(head) < 1024:
-        return False
-    magic, state = MAGIC_AND_STATE.unpack_from(head, MAGIC_AT)
-    (incompatible,) = struct.unpack_from("<I", head, INCOMPAT_AT)
-    return magic == MAGIC and state & (VALID | ERRORS) == VALID and not incompatible & NEEDS_RECOVERY
-
-
-async def make(path: Path, size_mb: int) -> None:
-    """A sparse ext4 file system whose root directory is the sandbox user's."""
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    try:
-        os.ftruncate(fd, size_mb << 20)
-    finally:
-        os.close(fd)
-    command = [
-        "mke2fs", "-q", "-F", "-t", "ext4", "-m", "0", "-L", "volume",
-        "-E", f"lazy_itable_init=1,lazy_journal_init=1,nodiscard,root_owner={OWNER}:{OWNER}",
-        str(path),
-    ]  # fmt: skip
-    done = await anyio.run_process(
-        command, check=False, env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
-    )
-    if done.returncode:
-        log.error("mke2fs failed: %s", first_line(done.stderr.decode(errors="replace"))[:500])
-        raise Internal("the volume could not be made")

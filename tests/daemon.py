@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from sandboxd.__main__ import instance
+from sandboxd.assembly import instance
 from sandboxd.client import Client
 
 ROOT = Path(__file__).resolve().parent.parent

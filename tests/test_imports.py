@@ -105,7 +105,9 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.termsafe", (), ()),
     ("sandboxd.lifecycle", (), ()),
     ("sandboxd.notify", ("sandboxd.termsafe",), ()),
-    ("sandboxd.spool", (), ()),
+    ("sandboxd.trees", (), ()),
+    ("sandboxd.ext4", ("sandboxd.errors", "sandboxd.termsafe"), ("anyio",)),
+    ("sandboxd.spool", ("sandboxd.trees",), ()),
     ("sandboxd.answers", ("sandboxd.errors",), ()),
     ("sandboxd.streams", ("sandboxd.answers", "sandboxd.unixhttp"), ()),
     ("sandboxd.tlsclient", (), ()),
@@ -129,7 +131,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.uids", ("sandboxd.errors",), ()),
     ("sandboxd.wire", ("sandboxd.errors",), ("msgspec",)),
     ("sandboxd.store", ("sandboxd.errors", "sandboxd.lifecycle"), ("msgspec",)),
-    ("sandboxd.volumes", ("sandboxd.errors", "sandboxd.store", "sandboxd.termsafe"), ("anyio",)),
+    ("sandboxd.volumes", ("sandboxd.errors", "sandboxd.ext4", "sandboxd.store"), ("anyio",)),
     ("sandboxd.skew", ("guestd.protocol",), ()),
     (
         "sandboxd.policy",
@@ -172,7 +174,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
             "sandboxd.chain", "sandboxd.errors", "sandboxd.generations", "sandboxd.history", "sandboxd.journal",
             "sandboxd.wire",
         ),
-        ("msgspec",),
+        ("anyio", "msgspec"),
     ),
     ("sandboxd.events", ("sandboxd.errors", "egress.control"), ()),
     (
@@ -196,7 +198,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ),
         ("anyio", "msgspec"),
     ),
-    ("sandboxd.assets.*", ("sandboxd.errors", "sandboxd.assets.*"), ()),
+    ("sandboxd.assets.*", ("sandboxd.errors", "sandboxd.trees", "sandboxd.assets.*"), ()),
     ("sandboxd.vm.qmp", (), ()),
     ("sandboxd.vm.*", ("sandboxd.vm.*", "sandboxd.errors", "sandboxd.unixpath", "native"), ("anyio",)),
     ("sandboxd.socketstream", ("sandboxd.unixpath",), ("anyio",)),
@@ -211,7 +213,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         "sandboxd.processes",
         (
             "sandboxd.audit", "sandboxd.errors", "sandboxd.guest", "sandboxd.spool", "sandboxd.store",
-            "guestd.protocol",
+            "sandboxd.trees", "guestd.protocol",
         ),
         ("anyio",),
     ),
@@ -263,29 +265,85 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "sandboxd.service",
         (
-            "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.store", "sandboxd.policy", "sandboxd.processes",
-            "sandboxd.heartbeat",
-            "sandboxd.guest", "sandboxd.uids", "sandboxd.wire", "sandboxd.assets.prepare", "sandboxd.vm.machine",
-            "sandboxd.termsafe", "sandboxd.events", "sandboxd.images", "sandboxd.networks", "sandboxd.volumes",
-            "guestd.protocol", "sandboxd.audit", "sandboxd.chain", "sandboxd.history", "sandboxd.node",
-            "sandboxd.pools", "sandboxd.usage",
-        ),
-        ("anyio", "msgspec"),
-    ),
-    (
-        "sandboxd.adopt",
-        (
-            "sandboxd.audit", "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.service", "sandboxd.store",
-            "sandboxd.unixpath", "sandboxd.vm.machine", "sandboxd.termsafe",
+            "sandboxd.audit", "sandboxd.boot", "sandboxd.chain", "sandboxd.changes", "sandboxd.ending",
+            "sandboxd.errors", "sandboxd.events", "sandboxd.guest", "sandboxd.history", "sandboxd.images",
+            "sandboxd.lifecycle", "sandboxd.networks", "sandboxd.node", "sandboxd.places", "sandboxd.policy",
+            "sandboxd.pools", "sandboxd.processes", "sandboxd.readiness", "sandboxd.restart", "sandboxd.sandboxes",
+            "sandboxd.store", "sandboxd.supervision", "sandboxd.uids", "sandboxd.usage", "sandboxd.volumes",
+            "sandboxd.wire", "sandboxd.assets.prepare", "sandboxd.vm.machine", "guestd.protocol",
         ),
         ("anyio",),
     ),
-    # The one place where the parts are joined.
+    # What the service stands on, each on those before it.
+    ("sandboxd.places", ("sandboxd.errors", "sandboxd.unixpath"), ()),
     (
-        "sandboxd.__main__",
-        ("sandboxd.*", "sandboxd.vm.*", "sandboxd.assets.*", "egress.network", "egress.control"),
-        ("anyio", "docopt"),
+        "sandboxd.readiness",
+        (
+            "sandboxd.errors", "sandboxd.images", "sandboxd.notify", "sandboxd.policy", "sandboxd.termsafe",
+            "sandboxd.uids", "sandboxd.assets.prepare",
+        ),
+        ("anyio",),
     ),
+    (
+        "sandboxd.sandboxes",
+        (
+            "sandboxd.audit", "sandboxd.errors", "sandboxd.guest", "sandboxd.heartbeat", "sandboxd.lifecycle",
+            "sandboxd.places", "sandboxd.pools", "sandboxd.processes", "sandboxd.store", "sandboxd.termsafe",
+            "sandboxd.uids", "sandboxd.usage", "sandboxd.volumes", "sandboxd.vm.machine",
+        ),
+        ("anyio",),
+    ),
+    (
+        "sandboxd.boot",
+        (
+            "sandboxd.errors", "sandboxd.ext4", "sandboxd.guest", "sandboxd.images", "sandboxd.lifecycle",
+            "sandboxd.networks", "sandboxd.node", "sandboxd.places", "sandboxd.policy", "sandboxd.pools",
+            "sandboxd.readiness", "sandboxd.sandboxes", "sandboxd.store", "sandboxd.termsafe", "sandboxd.trees",
+            "sandboxd.uids", "sandboxd.volumes", "sandboxd.assets.prepare", "sandboxd.vm.machine", "guestd.protocol",
+        ),
+        ("anyio",),
+    ),
+    (
+        "sandboxd.changes",
+        (
+            "sandboxd.audit", "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.networks", "sandboxd.policy",
+            "sandboxd.sandboxes", "sandboxd.store", "sandboxd.wire",
+        ),
+        ("anyio",),
+    ),
+    (
+        "sandboxd.ending",
+        (
+            "sandboxd.audit", "sandboxd.errors", "sandboxd.guest", "sandboxd.lifecycle", "sandboxd.networks",
+            "sandboxd.places", "sandboxd.sandboxes", "sandboxd.store", "sandboxd.trees", "sandboxd.vm.machine",
+        ),
+        ("anyio",),
+    ),
+    (
+        "sandboxd.supervision",
+        (
+            "sandboxd.audit", "sandboxd.boot", "sandboxd.ending", "sandboxd.lifecycle", "sandboxd.networks",
+            "sandboxd.sandboxes", "sandboxd.store", "sandboxd.usage",
+        ),
+        ("anyio",),
+    ),
+    (
+        "sandboxd.restart",
+        (
+            "sandboxd.audit", "sandboxd.boot", "sandboxd.ending", "sandboxd.errors", "sandboxd.guest",
+            "sandboxd.lifecycle", "sandboxd.networks", "sandboxd.places", "sandboxd.sandboxes", "sandboxd.store",
+            "sandboxd.supervision", "sandboxd.termsafe", "sandboxd.trees", "sandboxd.uids", "sandboxd.vm.machine",
+            "guestd.protocol",
+        ),
+        ("anyio", "msgspec"),
+    ),
+    # The two places where the parts are made and joined.
+    (
+        "sandboxd.assembly",
+        ("sandboxd.*", "sandboxd.vm.*", "sandboxd.assets.*", "egress.network", "egress.control"),
+        ("anyio",),
+    ),
+    ("sandboxd.__main__", ("sandboxd.*", "sandboxd.assets.prepare"), ("anyio", "docopt")),
     (
         "cli.audit",
         ("cli.*", "sandboxd.chain", "sandboxd.client", "sandboxd.errors", "sandboxd.generations", "sandboxd.termsafe"),

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 import pwd
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from sandboxd import trees
 from sandboxd.assets import command
 from sandboxd.errors import SetupError
 
@@ -44,9 +43,7 @@ def shell(
 
 def remove(directory: Path) -> None:
     """Remove a tree, whoever owns what is in it; nothing outside is followed."""
-    # Python's own gives up on very deep trees.
-    with suppress(RecursionError):
-        shutil.rmtree(directory, ignore_errors=True)
+    trees.remove(directory)
     if directory.exists():
         argv = enter(["rm", "-rf", "--one-file-system", "--", directory], os.geteuid())
         command.run(argv, step="remove an unfinished build")

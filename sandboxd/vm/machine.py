@@ -103,3 +103,24 @@ class Machine(Protocol):
     async def terminate(self) -> None:
         """Ends the machine at once; returns when no process and no socket of it is left. Idempotent."""
         ...
+
+
+class Backend(Protocol):
+    """What starts machines and finds those that outlived us."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def start(self, spec: MachineSpec) -> Machine: ...
+
+    async def adopt(self, directory: Path, sandbox_id: str) -> Machine | None:
+        """The machine that was started in this directory, where it still runs."""
+        ...
+
+    def sweep(self, sandboxes: Path, known: frozenset[str]) -> None:
+        """Ends every machine below `sandboxes` but those of `known`. Blocking."""
+        ...
+
+    async def recover(self, volume: Path, sandbox_id: str, uid: int | None) -> bool:
+        """Replays a volume's journal; False where that fails."""
+        ...

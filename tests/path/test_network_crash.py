@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxd.__main__ import instance
+from sandboxd.assembly import instance
 from sandboxd.client import NetworkRequest, Process
 from tests.conftest import counts
 from tests.daemon import BIN, Daemon

@@ -36,7 +36,8 @@ from egress.policy import Policy
 from guestd import protocol
 from sandboxd import __main__ as daemon
 from sandboxd import heartbeat
-from sandboxd.__main__ import Parts, run
+from sandboxd.__main__ import run
+from sandboxd.assembly import Parts
 from sandboxd.assets.prepare import Assets, Progress, Report
 from sandboxd.errors import BootFailed
 from sandboxd.limits import Limits

@@ -15,10 +15,10 @@ from docopt import docopt
 from sandboxd import __main__ as program
 from sandboxd import prometheus
 from sandboxd.address import TcpAddress, UnixAddress
-from sandboxd.adopt import lock
 from sandboxd.errors import SetupError, Unavailable
 from sandboxd.lifecycle import MOVES, IllegalMove, State, move
 from sandboxd.listening import listen_unix
+from sandboxd.places import lock
 from sandboxd.settings import NodeSettings, default_socket, default_state_dir, read
 from sandboxd.uids import Uids, network_uids, overlapping
 from tests.daemon import assets_dir

@@ -12,8 +12,8 @@ from pathlib import Path
 import anyio
 import pytest
 
+from sandboxd.ext4 import is_clean, make
 from sandboxd.vm import jail, processes, recovery
-from sandboxd.volumes import is_clean, make
 
 INSTANCE = f"test-recovery-{os.getpid()}"
 ID = "sbx_0123456789abcdef"
@@ -24,7 +24,7 @@ UID = 4243 if os.geteuid() == 0 else None      # no account of this machine
 def volume(tmp_path: Path) -> Iterator[Path]:
     """A file system that its machine had open for writing when it was cut off."""
     path = tmp_path / "volume.ext4"
-    anyio.run(make, path, 64)
+    anyio.run(make, path, 64, "volume", 1001, "the volume")
     with path.open("r+b") as file:
         file.seek(1024 + 0x60)      # s_feature_incompat
         (flags,) = struct.unpack("<I", file.read(4))

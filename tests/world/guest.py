@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sandboxd.__main__ import instance
+from sandboxd.assembly import instance
 from sandboxd.client import Create, Event, NetworkRequest, Process, RunResult, Sandbox
 from tests.daemon import Daemon
 from tests.world.capture import Capture

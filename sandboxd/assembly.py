@@ -1,0 +1,178 @@
+"""What the daemon is put together from, by its flags, the operator's policy and what this host has.
+
+In: settings, files of the operator's and of the host's. Out: the parts, made and not started yet, and `SetupError` with
+what is missing. The stand-ins of tests come in through `Parts`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import anyio.to_thread
+
+from egress import network
+from egress.control import Event
+from sandboxd import policy as rules
+from sandboxd import policy_file, registries
+from sandboxd.assets import apt, confined, oci, prepare
+from sandboxd.assets.prepare import Assets, Report
+from sandboxd.audit import Audit
+from sandboxd.errors import ApiError, SetupError
+from sandboxd.events import EventFile
+from sandboxd.images import Images
+from sandboxd.journal import Journal
+from sandboxd.limits import Limits
+from sandboxd.networks import Egress
+from sandboxd.places import Places
+from sandboxd.policy import Policy
+from sandboxd.registries import Registries
+from sandboxd.settings import Settings
+from sandboxd.termsafe import clean
+from sandboxd.uids import COUNT, image_uids, network_uids
+from sandboxd.vm import kvm, qemu, recovery
+from sandboxd.vm.commands import Accelerator, Tools, find_tools
+from sandboxd.vm.machine import Backend, Machine, MachineSpec
+
+log = logging.getLogger("sandboxd")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the daemon is put together from: a backend, what it settles once the images are there (and says in one
+    line), where images come from; what gives sandboxes a network, why none is given, and the host's registries; what
+    clients may take of it."""
+
+    backend: Backend
+    settle: Callable[[Assets, int | None], Awaitable[str]]
+    prepare: Callable[[Path, Path, Report], Assets]
+    egress: Callable[[Callable[[Event], None]], AbstractAsyncContextManager[Egress]]
+    no_network: str
+    registries: Callable[[], Registries]
+    limits: Limits = field(default_factory=Limits)
+
+
+def parts(settings: Settings) -> Parts:
+    own = instance(settings.state_dir)
+    tools = find_tools(settings.build_dir / "sandbox-vsock", own, Accelerator.TCG)
+    uids = range(settings.uid_base, settings.uid_base + COUNT) if os.geteuid() == 0 else range(0)
+    backend = Qemu(tools, uids, settings.state_dir)
+
+    def start_egress(on_event: Callable[[Event], None]) -> network.Egress:
+        proxy_uids = network_uids(settings.uid_base)
+        return network.Egress(settings.state_dir, own, proxy_uids, on_event, lambda line: log.info("%s", clean(line)))
+
+    return Parts(backend, backend.settle, prepare.prepare, start_egress, _no_network(settings), _registries)
+
+
+def _no_network(settings: Settings) -> str:
+    """Why no sandbox can have a network here; empty where one can."""
+    if os.geteuid() != 0:
+        return "only a root sandboxd can give sandboxes a network"
+    if settings.no_network:
+        return "--no-network"
+    if lacking := network.missing():
+        raise SetupError("".join(f"{line}\n" for line in lacking) + "With --no-network no sandbox gets a network.")
+    return ""
+
+
+def _registries() -> Registries:
+    try:
+        sources = [(source.uri, source.suite) for source in apt.host_sources()]
+    except SetupError:
+        sources = []        # `prepare` says so where it matters
+    return registries.read(sources, os.environ)
+
+
+def instance(state_dir: Path) -> str:
+    """What marks this daemon's machines among those of others on the host."""
+    return hashlib.sha256(os.fsencode(os.path.realpath(state_dir))).hexdigest()[:12]
+
+
+class Qemu:
+    """`vm.qemu` as the service's backend. Starts machines under TCG until `settle` has found a KVM that works."""
+
+    name = "qemu"
+
+    def __init__(self, tools: Tools, uids: range, state_dir: Path) -> None:
+        self.tools, self.uids, self._state_dir = tools, uids, state_dir
+        self._e2fsck = recovery.find_e2fsck()
+
+    async def settle(self, assets: Assets, uid: int | None) -> str:
+        """Tries KVM with our kernel; `uid` is the trial's. Returns which accelerator it is to be, and why."""
+        choice = await kvm.choose(self.tools, assets.kernel, assets.initramfs, self._state_dir, uid)
+        self.tools = replace(self.tools, accelerator=choice.accelerator)
+        return f"qemu with {choice.accelerator.value} ({choice.reason})"
+
+    async def start(self, spec: MachineSpec) -> Machine:
+        return await qemu.start(spec, self.tools)
+
+    async def adopt(self, directory: Path, sandbox_id: str) -> Machine | None:
+        return await qemu.adopt(directory, sandbox_id)
+
+    def sweep(self, sandboxes: Path, known: frozenset[str]) -> None:
+        for ended in qemu.sweep(sandboxes, known, self.tools.instance, self.uids):
+            log.info("%s: its machine had no record: it was ended", ended)
+
+    async def recover(self, volume: Path, sandbox_id: str, uid: int | None) -> bool:
+        return await recovery.recover(volume, sandbox_id, uid, self._e2fsck, self.tools.instance, self.tools.jail)
+
+
+async def permitted(settings: Settings, chosen: Parts) -> tuple[Policy, Registries, str]:
+    """What is permitted here, the registries it was made with, and why the ceiling is what it is."""
+    used = Registries() if chosen.no_network else await anyio.to_thread.run_sync(chosen.registries)
+    policy = rules.built_in(used.names, used.services)
+    if settings.policy is not None:
+        policy = policy_file.read(settings.policy, policy)
+    if settings.default_image:
+        policy = replace(policy, default_image=settings.default_image)
+    if lacking := oci.missing():
+        log.warning("no images of registries here; let root run: %s", lacking)
+    else:
+        policy = rules.with_images(policy)
+    for what, image in (("default image", policy.default_image), *(("pool of", one.image) for one in policy.pools)):
+        try:
+            rules.check_image(image or policy.default_image, policy)
+        except ApiError as fault:
+            raise SetupError(f"the {what} {clean(image)} cannot be used: {fault}") from None
+    if settings.audit_log is not None:
+        policy = replace(policy, capabilities=policy.capabilities | {"audit"})
+    if chosen.no_network:
+        left = rules.without_network(policy)
+        if settings.policy is not None and (lost := rules.differences(policy, left)):
+            log.warning("policy %s: %s: %s", settings.policy, "; ".join(lost), chosen.no_network)
+        return left, used, chosen.no_network
+    return rules.with_network(policy), used, f"policy {settings.policy}" if settings.policy else "built-in policy"
+
+
+def images(settings: Settings, places: Places, policy: Policy) -> Images:
+    ids = confined.ids(os.geteuid(), image_uids(settings.uid_base).start)
+    registry = oci.Registry(ids, settings.insecure_registries, rules.RESERVED_ENV, os.environ)
+    return Images(places.images, registry, ids, policy.limits.max_disk_mb << 20)
+
+
+async def egress(settings: Settings, chosen: Parts, events: EventFile, held: AsyncExitStack) -> Egress | None:
+    """What gives sandboxes a network, until `held` is left. Where none is given, what an earlier daemon gave ends."""
+    if not chosen.no_network:
+        return await held.enter_async_context(chosen.egress(events.add))
+    left = settings.state_dir / "egress"
+    if left.exists() and os.geteuid() == 0:
+        async with chosen.egress(events.add) as earlier:
+            await earlier.sweep(())
+            await earlier.end()
+        shutil.rmtree(left)
+    return None
+
+
+def audit(settings: Settings) -> Audit:
+    if settings.audit_log is None:
+        return Audit(None)
+    journal = Journal(settings.audit_log)
+    journal.begin()
+    return Audit(journal, settings.audit_required)
