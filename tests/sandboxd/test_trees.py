@@ -14,6 +14,8 @@ from sandboxd import trees
 DEEP = 5000
 """Levels: more than Python recurses, with a path far longer than PATH_MAX, and more than there are descriptors."""
 
+NOBODY = 65534
+
 
 @pytest.fixture
 def few_descriptors() -> Iterator[None]:
@@ -21,6 +23,18 @@ def few_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 256), before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.fixture
+def unprivileged(place: Path) -> Iterator[Path]:
+    """A directory of a user who may not do everything, as whom the test runs."""
+    if os.geteuid() != 0:
+        yield place
+        return
+    os.chown(place, NOBODY, NOBODY)
+    os.seteuid(NOBODY)
+    yield place
+    os.seteuid(0)
 
 
 def dig(top: Path, levels: int) -> None:
@@ -83,16 +97,17 @@ def test_a_link_in_its_place_and_what_is_not_there_are_left(tmp_path: Path) -> N
     assert (tmp_path / "kept" / "file").exists()
 
 
-def test_what_cannot_be_removed_stays_and_the_rest_goes(tmp_path: Path) -> None:
-    """A directory that is somebody's working directory can go; one whose parent cannot be written to cannot."""
-    if os.geteuid() == 0:
-        pytest.skip("root may remove everything")
-    top = tmp_path / "top"
+def test_what_cannot_be_removed_stays_and_the_rest_goes(unprivileged: Path) -> None:
+    top = unprivileged / "top"
     for name in ("a", "stuck", "z"):
         (top / name / "below").mkdir(parents=True)
     (top / "stuck").chmod(0o500)
+    (top / "unreadable").mkdir()
+    (top / "unreadable" / "file").touch()
+    (top / "unreadable").chmod(0)
     trees.remove(top)
-    assert [path.name for path in top.iterdir()] == ["stuck"]
-    (top / "stuck").chmod(0o700)
+    assert sorted(path.name for path in top.iterdir()) == ["stuck", "unreadable"]
+    for name in ("stuck", "unreadable"):
+        (top / name).chmod(0o700)
     trees.remove(top)
     assert not top.exists()
