@@ -246,8 +246,10 @@ def network(request: NetworkRequest | None, policy: Policy) -> Network:
         return Network("none")
     if mode == "open":
         return Network("open", None, deny)
+    if allow_tcp is None:
+        # Whoever gives a list and knows of no other ports means that list and nothing beside it.
+        allow_tcp = default.allow_tcp if allow is None else ()
     allow = (default.allow or ()) if allow is None else allow
-    allow_tcp = default.allow_tcp if allow_tcp is None else allow_tcp
     for host in allow:
         if not _any(egress.covers, _offered(policy), host):
             raise Refused(

@@ -303,6 +303,9 @@ def _network(section: _Section, built_in: Policy) -> Policy:
     ceiling: str = section.take("ceiling", built_in.ceiling, lambda value: value in MODES, mode_names)
     may_allow = section.names("may_allow", _starred(rules.hosts))
     may_allow_tcp = section.names("may_allow_tcp", _starred(rules.services))
+    if may_allow_tcp is None and may_allow is not None and may_allow != ("*",):
+        # Who says which names may be asked for must not find that those on other ports are left to anybody.
+        may_allow_tcp = ()
     private = section.names("private", rules.hosts) or ()
     policy = replace(
         built_in,
@@ -333,8 +336,9 @@ def _default_network(section: _Section, built_in: Network, ceiling: str) -> Netw
         return Network("none")
     if mode == "open":
         return Network("open", None, deny)
+    if allow_tcp is None:
+        allow_tcp = built_in.allow_tcp if allow is None else ()
     allow = (built_in.allow or ()) if allow is None else allow
-    allow_tcp = built_in.allow_tcp if allow_tcp is None else allow_tcp
     if not allow and not allow_tcp and len(section.faults) == before:
         section.fault("allow", "an allowlist that names nothing is refused; write mode: none")
     return Network("allowlist", allow, deny, allow_tcp)

@@ -62,7 +62,11 @@ class NetworkRequest(Request, frozen=True, kw_only=True):
         tuple[str, ...] | None, about("Names refused whatever else is allowed; added to the server's.")
     ] = None
     allow_tcp: Annotated[
-        tuple[str, ...] | None, about("`HOST:PORT` on other ports than the web's; replaces the server's list.")
+        tuple[str, ...] | None,
+        about(
+            "`HOST:PORT` on other ports than the web's; replaces the server's list. Null: none where `allow` is given, "
+            "else the server's list."
+        ),
     ] = None
 
 
@@ -493,7 +497,7 @@ class Node(Answer, frozen=True, kw_only=True):
     capabilities: Annotated[Capabilities, about("As `GET /v1/capabilities`.")]
     capacity: Annotated[Resources, about("What there is.")]
     free: Annotated[Resources, about("What sandboxes have not been given.")]
-    running: Annotated[int, about("Sandboxes that have not ended.")]
+    running: Annotated[int, about("Sandboxes whose state is `running`.")]
     pooled: Annotated[dict[str, int], about("Machines that stand ready, by image.")] = {}
     images: Annotated[tuple[str, ...], about("That are installed.")] = ()
     labels: Annotated[dict[str, str], about("The operator's.")] = {}

@@ -136,6 +136,11 @@ SSH = Policy(
         ),
         pytest.param({"allow_tcp": ()}, Network("allowlist", ("a.test",), ("bad.test",)), id="an empty list is empty"),
         pytest.param({"allow": (), "allow_tcp": ()}, Refused, id="nothing at all"),
+        pytest.param(
+            {"allow": ("x.wide.test",)}, Network("allowlist", ("x.wide.test",), ("bad.test",)),
+            id="names alone leave no other ports",
+        ),
+        pytest.param({"allow": ()}, Refused, id="no names, and nothing said of ports"),
         pytest.param({"allow_tcp": ("one.test:23",)}, Refused, id="another port"),
         pytest.param({"allow_tcp": ("*.test:5432",)}, Refused, id="a broader wildcard"),
         pytest.param({"allow_tcp": ("wide.test:5432",)}, Refused, id="the apex of a wildcard"),

@@ -13,7 +13,7 @@ from sandboxd.policy import BASELINE, Limits, Policy, PoolSize, built_in
 from sandboxd.policy_file import parse, read
 from sandboxd.store import Network
 
-BUILT_IN = built_in(["registry.test"])
+BUILT_IN = built_in(["registry.test"], ["registry.test:8443"])
 LIST = tuple(sorted({*BASELINE, "registry.test"}))
 
 
@@ -57,8 +57,22 @@ def parsed(text: str | bytes) -> tuple[Policy, list[str]]:
             id="a default of one's own, in normal form",
         ),
         pytest.param(
+            "network: {may_allow: []}", replace(BUILT_IN, may_allow=(), may_allow_tcp=()),
+            id="who may add no names may add none on other ports",
+        ),
+        pytest.param(
+            "network: {may_allow: [a.test]}", replace(BUILT_IN, may_allow=("a.test",), may_allow_tcp=()),
+            id="nor who may add some",
+        ),
+        pytest.param("network: {may_allow: ['*']}", BUILT_IN, id="but who may add any may"),
+        pytest.param(
+            "network: {default: {allow: [b.test]}}",
+            replace(BUILT_IN, default_network=Network("allowlist", ("b.test",))), id="a default of names alone",
+        ),
+        pytest.param(
             "network: {default: {deny: [c.test]}}",
-            replace(BUILT_IN, default_network=Network("allowlist", LIST, ("c.test",))), id="the baseline, less a name",
+            replace(BUILT_IN, default_network=Network("allowlist", LIST, ("c.test",), ("registry.test:8443",))),
+            id="the baseline, less a name",
         ),
         pytest.param(
             "network: {default: {mode: open}, ceiling: open}",
