@@ -86,7 +86,9 @@ def listen_unix(path: Path) -> socket.socket:
             raise SetupError(f"others could replace the socket: {path.parent} is writable for them")
         return unixpath.bind(directory, path.name)
     except unixpath.SocketInUseError:
-        raise SetupError(f"{path} is in use: another sandboxd answers there, or it is no socket") from None
+        if not path.is_socket():
+            raise SetupError(f"{path} is in the way: it is no socket, and is left alone") from None
+        raise SetupError(f"{path} is in use: another program listens there") from None
     except OSError as fault:
         raise SetupError(f"{path} cannot be listened on: {fault.strerror}") from None
     finally:

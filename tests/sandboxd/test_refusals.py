@@ -166,7 +166,7 @@ def test_the_same_token_twice_and_blanks_around_it_are_fine(files: Path) -> None
     ("taken", "why"),
     [
         (lambda place: (f"127.0.0.1:{held_port(place)}"), r"port \d+ is in use by another program"),
-        (lambda place: f"unix://{held_file(place)}", "is in use: another sandboxd answers there, or it is no socket"),
+        (lambda place: f"unix://{held_file(place)}", "is in the way: it is no socket, and is left alone"),
         (lambda place: f"unix://{place}/{'x' * 104}", "must be shorter than 104 bytes"),
     ],
     ids=["a port", "a file", "a long path"],

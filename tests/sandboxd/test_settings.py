@@ -158,7 +158,7 @@ def test_the_socket_its_directory_and_its_stale_predecessor(tmp_path: Path) -> N
     with listen_unix(path) as first:
         modes = [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent, path.parent.parent)]
         assert modes == [0o600, 0o700, 0o700]
-        with pytest.raises(SetupError, match="another sandboxd answers there"):
+        with pytest.raises(SetupError, match="is in use: another program listens there"):
             listen_unix(path)
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
