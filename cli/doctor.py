@@ -30,8 +30,8 @@ from typing import Any
 from cli import context, githard, show, trial
 from cli.run import create
 from cli.status import Status
-from sandboxd.client import Capabilities, Client, Create, Sandbox
-from sandboxd.errors import SandboxError
+from sandboxd.client import Capabilities, Client, Create, Endpoint, Resources, Sandbox
+from sandboxd.errors import NotFound, SandboxError
 from sandboxd.termsafe import clean, first_line
 
 VERSION_S = 10.0
@@ -50,9 +50,12 @@ def main(args: dict[str, Any]) -> int:
         report.add("host", fact)
     try:
         endpoint = context.choose(args["--context"])
-        report.add("sandboxd", ("socket", endpoint.client.path))
+        for fact in link(endpoint.client.endpoint):
+            report.add("sandboxd", fact)
         found = endpoint.client.capabilities()
         for fact in offer(found):
+            report.add("sandboxd", fact)
+        for fact in machine(endpoint.client):
             report.add("sandboxd", fact)
         if not args["--no-probe"]:
             for part, fact in probe(endpoint.client, found):
@@ -142,6 +145,39 @@ def program_version(program: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as fault:
         return f"{path}: {fault}"
     return first_line(done.stdout.decode(errors="replace")) or f"{path} does not say its version"
+
+
+def link(endpoint: Endpoint) -> Iterator[Fact]:
+    """How it is reached, and what it is shown."""
+    if endpoint.socket_path:
+        yield "socket", endpoint.socket_path
+    else:
+        yield "address", endpoint.address
+        tls = "TLS" if endpoint.address.startswith("https://") else "no TLS: loopback of this machine"
+        yield "transport", f"{tls}, with a certificate of ours" if endpoint.cert_file else tls
+    yield "token", f"the one in {endpoint.token_file}" if endpoint.token_file else "none: the socket is its owner's"
+
+
+def machine(client: Client) -> Iterator[Fact]:
+    """What the machine it runs on has, what is left of that, and what waits there."""
+    try:
+        node = client.node()
+    except NotFound:
+        # A gateway in front of several.
+        return
+    yield "version", node.version
+    yield "capacity", _amounts(node.capacity)
+    yield "free", _amounts(node.free)
+    yield "running", f"{node.running}"
+    if node.cordoned:
+        yield "cordoned", "it takes no new sandboxes"
+    if node.pooled:
+        yield "waiting", dict(sorted(node.pooled.items()))
+    yield "its images", sorted(node.images)
+
+
+def _amounts(of: Resources) -> str:
+    return f"{of.cpus:g} cpus, {of.memory_mb} MiB of memory, {of.disk_mb} MiB of disk"
 
 
 def offer(found: Capabilities) -> Iterator[Fact]:

@@ -35,6 +35,7 @@ from sandboxd.answers import (
     Node,
     Output,
     Process,
+    Resources,
     RunResult,
     Sample,
     Sandbox,
@@ -71,6 +72,7 @@ __all__ = [
     "Node",
     "Output",
     "Process",
+    "Resources",
     "RunResult",
     "Sample",
     "Sandbox",
@@ -129,6 +131,7 @@ class Create(NamedTuple):
     labels: Mapping[str, str] | None = None
     network: NetworkRequest | None = None
     volumes: tuple[Mount, ...] = ()
+    lifetime_secs: int | None = None
 
     def body(self) -> dict[str, Any]:
         """As the wire names it."""
@@ -139,6 +142,7 @@ class Create(NamedTuple):
             "memory_mb": self.memory_mb,
             "disk_mb": self.disk_mb,
             "idle_timeout_secs": self.idle_timeout_secs,
+            "lifetime_secs": self.lifetime_secs,
             "env": dict(self.env or {}) or None,
             "labels": dict(self.labels or {}) or None,
             "network": None if self.network is None else self.network.body(),

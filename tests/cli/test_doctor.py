@@ -15,13 +15,16 @@ from sandboxd.client import (
     Create,
     Egress,
     EgressName,
+    Endpoint,
     Network,
+    Node,
     Output,
     Process,
+    Resources,
     RunResult,
     Sandbox,
 )
-from sandboxd.errors import Internal
+from sandboxd.errors import Internal, NotFound
 from tests.daemon import Daemon
 
 REFUSED = {check: ["refused", "at once"] for check in ("denied name", "raw address", "outside DNS", "UDP/443")}
@@ -118,6 +121,57 @@ def test_a_second_machine_that_cannot_be_had_is_said() -> None:
     server.room = False
     code, found = report(server, SOME)
     assert (code, found["network"]["another sandbox"]) == (0, "not tested: no room")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "said"),
+    [
+        (Endpoint.of("unix:///run/x.sock"), {"socket": "/run/x.sock", "token": "none: the socket is its owner's"}),
+        (Endpoint.of("unix:///run/x.sock", token_file="/t"), {"socket": "/run/x.sock", "token": "the one in /t"}),
+        (
+            Endpoint.of("http://127.0.0.1:8443", token_file="/t"),
+            {
+                "address": "http://127.0.0.1:8443", "transport": "no TLS: loopback of this machine",
+                "token": "the one in /t",
+            },
+        ),
+        (
+            Endpoint.of("https://build.test:8443", token_file="/t", cert_file="/c", key_file="/k"),
+            {
+                "address": "https://build.test:8443", "transport": "TLS, with a certificate of ours",
+                "token": "the one in /t",
+            },
+        ),
+    ],
+    ids=["a socket", "a socket that wants a token", "a loopback port", "another machine"],
+)  # fmt: skip
+def test_how_it_is_reached(endpoint: Endpoint, said: dict[str, str]) -> None:
+    assert dict(doctor.link(endpoint)) == said
+
+
+class Machine(Client):
+    def __init__(self, node: Node | None) -> None:
+        super().__init__("/nowhere")
+        self._node = node
+
+    def node(self) -> Node:
+        if self._node is None:
+            raise NotFound("no such endpoint")
+        return self._node
+
+
+def test_what_its_machine_has() -> None:
+    has, left = Resources(1.5, 4096, 100), Resources(0.5, 1024, 50)
+    idle = Node("", "1", NONE, has, left, 2, {}, ("sandbox-base",), {}, False)
+    said = {
+        "version": "1", "capacity": "1.5 cpus, 4096 MiB of memory, 100 MiB of disk",
+        "free": "0.5 cpus, 1024 MiB of memory, 50 MiB of disk", "running": "2", "its images": ["sandbox-base"],
+    }  # fmt: skip
+    assert dict(doctor.machine(Machine(idle))) == said
+    busy = idle._replace(cordoned=True, pooled={"b": 2, "a": 0})
+    more = {"cordoned": "it takes no new sandboxes", "waiting": {"a": 0, "b": 2}}
+    assert dict(doctor.machine(Machine(busy))) == said | more
+    assert dict(doctor.machine(Machine(None))) == {}
 
 
 @pytest.mark.vm

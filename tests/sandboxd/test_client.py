@@ -124,6 +124,11 @@ def test_the_rest_of_what_a_node_answers(client: Client) -> None:
     (box,) = [one for one in client.sandboxes() if one.name == "box"]
     with pytest.raises(InvalidRequest):
         client.create(Create(name="-"))
+    short = client.create(Create(lifetime_secs=600))
+    client.delete(short.id)
+    assert short.lifetime_secs == 600 and short.expires_at > short.created_at
+    with pytest.raises(InvalidRequest, match="lifetime_secs"):
+        client.create(Create(lifetime_secs=-1))
     assert client.update("box", labels={"a": "b"}).labels == {"a": "b"}
     assert client.egress(box.id).mode == "none"
     offered = client.capabilities().capabilities
