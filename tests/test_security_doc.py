@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "security.md").read_text()
-NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py(?:::\w+)?)`", TEXT)))
+NAMED = sorted(set(re.findall(r"`((?:tests|conformance)/[\w/]+\.py(?:::\w+)?)`", TEXT)))
 SECTIONS = {part.partition("\n")[0]: part.partition("\n")[2] for part in TEXT.split("\n## ")[1:]}
 UNPROTECTED = "What is not protected"
 PROMISES = [
