@@ -34,10 +34,10 @@ CFLAGS_HARD := -std=c11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -D
 LDFLAGS_HARD := -Wl,-z,relro,-z,now
 PROGRAMS := $(BUILD)/sandbox-vsock $(BUILD)/guest-init $(BUILD)/guest-exec
 
-.PHONY: help demo install test lint conformance bench bench-check soak fuzz clean setup apt apt-test apt-test-install apt-bench apt-bench-install assets programs sanitizers
+.PHONY: help demo install test lint conformance bench bench-check soak units fuzz clean setup apt apt-test apt-test-install apt-bench apt-bench-install assets programs sanitizers
 
 help:
-	@sed -n 's/^\(demo\|install\|test\|lint\|conformance\|bench\|bench-check\|soak\|fuzz\|clean\|assets\):.*## /  make \1 - /p' Makefile
+	@sed -n 's/^\(demo\|install\|test\|lint\|conformance\|bench\|bench-check\|soak\|units\|fuzz\|clean\|assets\):.*## /  make \1 - /p' Makefile
 
 demo: setup assets ## set everything up, then run a small agent on a small repository in a VM
 	@mkdir -p $(BUILD)/demo
@@ -81,6 +81,9 @@ bench: setup apt-bench assets ## all benchmarks, or a part with ONLY=name; figur
 bench-check: setup apt-bench assets ## compare the figures of `make bench` with the floors in bench/pins.toml
 	$(if $(SHORT),$(PY) bench/run.py --short)
 	$(PY) bench/check.py $(if $(SHORT),--factor 2)
+
+units: setup apt-test assets ## install into a Debian machine with systemd, emulated, and try the units there
+	SOAK=1 $(PY) -m pytest -q tests/packaging/test_units.py --timeout 3600
 
 soak: setup apt-test sanitizers assets ## the tests with large counts; prints its seed
 	RELAY_LIVES=20000 $(MAKE) -s -C native test

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -74,7 +73,7 @@ def ids(uid: int, first: int | None) -> Ids:
     if uid == 0:
         assert first is not None
         return Ids(first, IDS)
-    name = pwd.getpwuid(uid).pw_name
+    name = rootspace.account(uid)
     uids, gids = (rootspace.largest(rootspace.read(Path(path)), name, uid) for path in ("/etc/subuid", "/etc/subgid"))
     if min(uids[1], gids[1]) < IDS - 1 or shutil.which("newuidmap") is None:
         return Ids(uid, 1)

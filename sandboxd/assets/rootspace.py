@@ -54,7 +54,7 @@ def require(uid: int, etc: Path = Path("/etc")) -> None:
     if uid == 0:
         return
     command.require(["newuidmap", "newgidmap", "unshare"])
-    name = pwd.getpwuid(uid).pw_name
+    name = account(uid)
     lacking = [
         (option, path)
         for option, path in (("--add-subuids", etc / "subuid"), ("--add-subgids", etc / "subgid"))
@@ -77,6 +77,14 @@ def require(uid: int, etc: Path = Path("/etc")) -> None:
             "  sysctl -w kernel.unprivileged_userns_clone=1\n"
             "  sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"
         ) from failure
+
+
+def account(uid: int) -> str:
+    """The user's name, or the number of one without an account."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def granted(table: str, name: str, uid: int) -> int:

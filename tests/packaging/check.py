@@ -19,7 +19,6 @@ PREFIX = "/mnt/sandbox-cli"
 CLI = f"{PREFIX}/bin/sandbox-cli"
 UNIT = "sandboxd.service"
 PATIENCE_S = 240.0
-DEEP = Path("/mnt/deep").exists()
 
 
 def say(step: str, ok: bool, **seen: object) -> None:
@@ -151,10 +150,6 @@ def outlives(make: Callable[[], int], what: str) -> None:
     code, text = run("systemctl", "stop", UNIT)
     say("it stops", code == 0 and show(UNIT, "ActiveState") == "inactive", text=text)
     say(f"{what} outlives the stop", alive(pid))
-    if DEEP:
-        for verb in ("start", "restart"):
-            code, text = run("systemctl", verb, UNIT)
-            say(f"{what} outlives the {verb}", code == 0 and alive(pid), text=text)
 
 
 def stand_in() -> int:
@@ -165,14 +160,6 @@ def stand_in() -> int:
         if Path(root, group, "cgroup.procs").exists():
             Path(root, group, "cgroup.procs").write_text(str(child.pid))
     return child.pid
-
-
-def sandbox() -> int:
-    began = time.monotonic()
-    command = [CLI, "run", "--name", "deep", "--keep", "--memory", "256", "--network", "none", "--", "echo", "made"]
-    code, text = run(*command, env=ROOT, timeout_s=1800)
-    say("a sandbox runs a command", code == 0 and "made" in text, text=text, seconds=round(time.monotonic() - began))
-    return max(in_unit(UNIT) - {int(show(UNIT, "MainPID"))})
 
 
 def user_unit() -> None:
@@ -200,14 +187,7 @@ def main() -> None:
     try:
         system_unit()
         users()
-        if DEEP:
-            outlives(sandbox, "a sandbox")
-            code, text = run(CLI, "exec", "deep", "--", "echo", "still there", env=ROOT, timeout_s=600)
-            say("the sandbox answers after all that", code == 0 and "still there" in text, text=text)
-            code, text = run(CLI, "kill", "deep", env=ROOT)
-            say("it is ended on request", code == 0, text=text)
-        else:
-            outlives(stand_in, "a process")
+        outlives(stand_in, "a process")
         user_unit()
         say("end", True)
     except BaseException as fault:
