@@ -104,6 +104,7 @@ class Service:
     async def _create(self, request: CreateRequest) -> SandboxRecord:
         spec = rules.resolve(request, self.policy)
         self._networks.require(spec.network)
+        self._volumes.require(spec.volumes)
         assets = self._assets.get()
         self._places.require_room(spec.disk_mb)
         self.audit.require()

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,12 +104,17 @@ class Volumes:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(gone.unlink)
 
-    def claim(self, mounts: Iterable[Mount], uses: Iterable[Use]) -> None:
-        """Raises where one of them is not there or not free; the caller registers its use before it waits."""
-        taken = tuple(uses)
+    def require(self, mounts: Iterable[Mount]) -> None:
+        """Raises `NotFound` where one of them is not there."""
         for mount in mounts:
             if mount.name not in self._records:
                 raise NotFound(f"no such volume: {mount.name}")
+
+    def claim(self, mounts: Sequence[Mount], uses: Iterable[Use]) -> None:
+        """Raises where one of them is not there or not free; the caller registers its use before it waits."""
+        self.require(mounts)
+        taken = tuple(uses)
+        for mount in mounts:
             if not self._path(mount.name).is_file():
                 raise Conflict(f"the server's file of the volume {mount.name} is gone; delete the volume")
             for use in taken:
