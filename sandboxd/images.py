@@ -33,13 +33,19 @@ from sandboxd.assets import oci
 from sandboxd.assets.confined import Ids
 from sandboxd.assets.manifest import Unusable
 from sandboxd.assets.oci import NotThere, Registry, Resolved
-from sandboxd.assets.reference import parse
-from sandboxd.errors import Conflict, NotFound
+from sandboxd.assets.reference import Reference, parse
+from sandboxd.errors import Conflict, NotFound, Unavailable
 from sandboxd.termsafe import clean
 
 INSTALL_S = 3600.0
 AT_ONCE = 2
 """Installs; the others wait their turn."""
+MAX_JOBS = 100
+"""Under way or waiting for their turn."""
+ROOM_BYTES = 256 << 20
+ROOM_S = 0.5
+"""An install is given up before it takes the last of the disk: running sandboxes would get I/O errors."""
+FULL = "the server's disk is full"
 CACHE_BYTES = 4 << 30
 """Of blobs that are kept."""
 MAX_FAULTS = 100
@@ -84,6 +90,7 @@ class Job:
 
     def __init__(self) -> None:
         self.done = anyio.Event()
+        self.scope = anyio.CancelScope()
         self.progress: Progress | None = None
         self.fault: Unusable | None = None
 
@@ -102,12 +109,14 @@ class Images:
         self._jobs: dict[str, Job] = {}
         self._faults: dict[str, str] = {}
         self._building: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
+        self._claimed: set[str] = set()
         self._turns = anyio.CapacityLimiter(AT_ONCE)
         self._tasks = anyio.create_task_group()
 
     async def __aenter__(self) -> Images:
         await anyio.to_thread.run_sync(self._take_stock)
         await self._tasks.__aenter__()
+        self._tasks.start_soon(self._watch_room)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -159,7 +168,7 @@ class Images:
             return 0
         self._file(image).unlink(missing_ok=True)
         others = [other.resolved for other in self._records.values()]
-        gone = [] if any(record.resolved.drive == other.drive for other in others) else [self._drive(record.resolved)]
+        gone = [] if self._is_wanted(record.resolved) else [self._drive(record.resolved)]
         kept = {layer.digest for other in others for layer in other.layers}
         gone += [self._blob(layer.digest) for layer in record.resolved.layers if layer.digest not in kept]
         return sum(_removed(path) for path in gone)
@@ -169,6 +178,8 @@ class Images:
     def _join(self, image: str, known: Record | None) -> Job:
         """`known` is what shall be built again, without asking the registry what its name means by now."""
         if (job := self._jobs.get(image)) is None:
+            if len(self._jobs) >= MAX_JOBS:
+                raise Unavailable("too many images are being installed; try again later")
             job = self._jobs[image] = Job()
             self._tasks.start_soon(self._run, image, job, known)
         return job
@@ -176,11 +187,13 @@ class Images:
     async def _run(self, image: str, job: Job, known: Record | None) -> None:
         started = time.monotonic()
         try:
-            with anyio.fail_after(INSTALL_S):
+            with job.scope:
                 async with self._turns:
-                    record = await self._install(image, job, known)
-            self._faults.pop(image, None)
-            log.info("image %s: installed, %s, %.1f s", image, record.resolved.manifest, time.monotonic() - started)
+                    with anyio.fail_after(INSTALL_S):
+                        record = await self._install(image, job, known)
+            if not job.scope.cancelled_caught:
+                self._faults.pop(image, None)
+                log.info("image %s: installed, %s, %.1f s", image, record.resolved.manifest, time.monotonic() - started)
         except TimeoutError:
             job.fault = Unusable("it took more than an hour to install")
         except Unusable as fault:
@@ -188,7 +201,7 @@ class Images:
         except OSError as fault:
             full = fault.errno in (errno.ENOSPC, errno.EDQUOT)
             log.error("image %s: %s", image, clean(str(fault)))
-            job.fault = Unusable("the server's disk is full" if full else "the server could not write it")
+            job.fault = Unusable(FULL if full else "the server could not write it")
         except Exception:
             log.exception("image %s: installing it failed", image)
             job.fault = Unusable("installing it failed; the server's log says why")
@@ -211,24 +224,31 @@ class Images:
                 raise Unusable(f"its layers exceed {self._max_bytes >> 20} MiB, the largest disk there is here")
             lock = self._building.setdefault(resolved.drive, anyio.Lock())
             async with lock:
-                size = self._whole(resolved)
-                if not size:
-                    await anyio.to_thread.run_sync(self._lend, resolved, work)
-                    if any(not (work / "blobs" / _name(layer.digest)).exists() for layer in resolved.layers):
-                        await self._registry.fetch(reference, resolved, work, job.tell)
-                    size = await self._build(resolved, work, job)
-            now = time.time()
-            record = replace(known, bytes=size) if known else Record(image, resolved, size, now)
-            await anyio.to_thread.run_sync(self._keep, record)
+                # Until it has its record nobody may take the drive for one without an owner.
+                self._claimed.add(resolved.drive)
+                try:
+                    size = self._whole(resolved) or await self._make(reference, resolved, work, job)
+                    now = time.time()
+                    record = replace(known, bytes=size) if known else Record(image, resolved, size, now)
+                    await anyio.to_thread.run_sync(self._keep, record)
+                    old, self._records[image] = self._records.get(image), record
+                finally:
+                    self._claimed.discard(resolved.drive)
+                    if not self._is_wanted(resolved):
+                        _removed(self._drive(resolved))
+            if old is not None and not self._is_wanted(old.resolved):
+                _removed(self._drive(old.resolved))
         finally:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(oci.remove, work)
-        old = self._records.get(image)
-        self._records[image] = record
-        if old is not None and not any(old.resolved.drive == one.resolved.drive for one in self._records.values()):
-            _removed(self._drive(old.resolved))
         await anyio.to_thread.run_sync(self._prune)
         return record
+
+    async def _make(self, reference: Reference, resolved: Resolved, work: Path, job: Job) -> int:
+        await anyio.to_thread.run_sync(self._lend, resolved, work)
+        if any(not (work / "blobs" / _name(layer.digest)).exists() for layer in resolved.layers):
+            await self._registry.fetch(reference, resolved, work, job.tell)
+        return await self._build(resolved, work, job)
 
     async def _build(self, resolved: Resolved, work: Path, job: Job) -> int:
         if self._ids.squash:
@@ -272,6 +292,15 @@ class Images:
         part.rename(place)
         _flush(self._references)
 
+    async def _watch_room(self) -> None:
+        while True:
+            await anyio.sleep(ROOM_S)
+            disk = os.statvfs(self._place)
+            if disk.f_bavail * disk.f_frsize < min(ROOM_BYTES, disk.f_blocks * disk.f_frsize // 20):
+                for job in self._jobs.values():
+                    job.fault = Unusable(FULL)
+                    job.scope.cancel()
+
     # -- what is there
 
     def _take_stock(self) -> None:
@@ -281,6 +310,9 @@ class Images:
         for left in self._place.glob("work-*"):
             oci.remove(left)
         for path in self._references.iterdir():
+            if path.suffix != ".json":
+                path.unlink()   # a record that had not got its name yet
+                continue
             try:
                 record = msgspec.json.decode(path.read_bytes(), type=Record)
             except (OSError, msgspec.DecodeError):
@@ -296,14 +328,20 @@ class Images:
         self._prune()
 
     def _prune(self) -> None:
-        def age(path: Path) -> float:
-            return path.lstat().st_mtime
-
+        found = []
+        for path in self._blobs.iterdir():
+            with suppress(FileNotFoundError):
+                found.append((path.lstat().st_mtime, path.lstat().st_size, path))
         left = CACHE_BYTES
-        for path in sorted(self._blobs.iterdir(), key=age, reverse=True):
-            left -= path.lstat().st_size
+        for _, size, path in sorted(found, reverse=True):
+            left -= size
             if left < 0:
-                path.unlink()
+                path.unlink(missing_ok=True)
+
+    def _is_wanted(self, resolved: Resolved) -> bool:
+        """Whether a reference has its drive, or is about to."""
+        drives = {one.resolved.drive for one in self._records.values()}
+        return resolved.drive in drives | self._claimed
 
     def _whole(self, resolved: Resolved) -> int:
         """The size of its drive, 0 where that is gone or was changed."""
