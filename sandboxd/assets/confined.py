@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -82,10 +83,11 @@ def ids(uid: int, first: int | None) -> Ids:
 
 def argv(
     work: Path, program: Sequence[str], *, root: bool, ids: Ids, limits: Limits, network: bool, info_fd: int,
-    block_fd: int, environment: Mapping[str, str], files: Sequence[tuple[str, str]],
+    block_fd: int, files: Sequence[tuple[str, str]],
 ) -> list[str]:  # fmt: skip
     """The whole command. bubblewrap tells the jail's pid on `info_fd` and waits for its ids on `block_fd`; `files` are
-    (below the work directory, in the jail)."""
+    (below the work directory, in the jail). The environment is inherited and not named here, where everybody could
+    read it: a proxy's address may hold a password."""
     place = PLACE if root else str(work)
     made: list[str] = []
     if root:
@@ -99,9 +101,8 @@ def argv(
     made += ["bwrap", "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup"]
     if not network:
         made += ["--unshare-net"]
-    made += ["--die-with-parent", "--new-session", "--hostname", "build", "--clearenv"]
-    for name, value in {"PATH": "/usr/bin:/usr/sbin", "LC_ALL": "C.UTF-8", "HOME": TMP, **environment}.items():
-        made += ["--setenv", name, value]
+    made += ["--die-with-parent", "--new-session", "--hostname", "build"]
+    made += ["--setenv", "PATH", "/usr/bin:/usr/sbin", "--setenv", "HOME", TMP]
     made += ["--info-fd", str(info_fd), "--userns-block-fd", str(block_fd), "--cap-drop", "ALL"]
     for capability in () if network else CAPABILITIES:
         made += ["--cap-add", capability]
@@ -128,40 +129,59 @@ async def run(
     waits, go = os.pipe()
     words = argv(
         work, program, root=os.geteuid() == 0, ids=ids, limits=limits, network=network, info_fd=told,
-        block_fd=waits, environment=environment or {}, files=files,
+        block_fd=waits, files=files,
     )  # fmt: skip
-    outside = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
+    outside = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", **(environment or {})}
     try:
         try:
             process = await anyio.open_process(words, env=outside, pass_fds=(told, waits), start_new_session=True)
         finally:
             os.close(told)
             os.close(waits)
+        jail = -1
         try:
             with anyio.fail_after(limits.seconds):
-                await _give_ids(info, ids)
-                os.write(go, b"x")
+                if pid := await _pid(info):
+                    jail = os.pidfd_open(pid)
+                    await _give_ids(pid, ids)
+                    os.write(go, b"x")
                 return await _talk(process, stdin, on_line)
         finally:
             with anyio.CancelScope(shield=True):
                 if process.returncode is None:
                     process.kill()
                 await process.aclose()
+                if jail >= 0:
+                    await _end(jail)
     finally:
         os.close(info)
         os.close(go)
 
 
-async def _give_ids(info: int, ids: Ids) -> None:
-    """Writes the map of the user namespace that bubblewrap has made and waits in (user_namespaces(7))."""
+async def _pid(info: int) -> int:
+    """Of the jail's first process, with which all of it ends; 0 where bubblewrap says on stderr why there is none."""
     told = b""
     while not told.rstrip().endswith(b"}"):
         await anyio.wait_readable(info)
         piece = os.read(info, INFO_BYTES)
         if not piece:
-            return      # it says on stderr why it came to nothing
+            return 0
         told += piece
-    pid = int(json.loads(told)["child-pid"])
+    return int(json.loads(told)["child-pid"])
+
+
+async def _end(jail: int) -> None:
+    """Until nothing of it runs any more. bubblewrap's end does not wait for that."""
+    try:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(jail, signal.SIGKILL)
+        await anyio.wait_readable(jail)
+    finally:
+        os.close(jail)
+
+
+async def _give_ids(pid: int, ids: Ids) -> None:
+    """Writes the map of the user namespace that bubblewrap has made and waits in (user_namespaces(7))."""
     if ids.others is not None:
         owners = (os.geteuid(), os.getegid())
         for program, own, first in zip(("newuidmap", "newgidmap"), owners, ids.others, strict=True):

@@ -14,7 +14,7 @@ import platform
 import re
 import shutil
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,11 @@ RECIPE = 1
 """Part of every drive's name: raised when the same image shall be built into something else."""
 MAX_ENTRIES = 1_000_000
 ASK_S = 120.0
+STALL_S = 120.0
+"""Without a byte of a layer."""
 WORK_S = 3600.0
+SLACK_BYTES = 16 << 20
+"""What is pulled beside the layers: the configuration, the manifest."""
 PROGRAMS = {"skopeo": "skopeo", "umoci": "umoci", "mkfs.erofs": "erofs-utils", "bwrap": "bubblewrap",
             "zstd": "zstd"}  # fmt: skip
 """And the packages they come from."""
@@ -95,6 +99,7 @@ class Registry:
     ) -> None:
         self._ids, self._insecure, self._reserved = ids, frozenset(insecure), frozenset(reserved)
         self._environment = environment
+        self.stall_s = STALL_S
         self._architecture = manifest.ARCHITECTURES.get(platform.machine(), platform.machine())
 
     async def resolve(self, reference: Reference, work: Path) -> Resolved:
@@ -126,17 +131,31 @@ class Registry:
         words = ["skopeo", "copy", "--quiet", "--insecure-policy", "--src-no-creds", "--retry-times", "2"]
         words += [f"--src-tls-verify={self._verified(reference)}", "--dest-oci-accept-uncompressed-layers"]
         words += [f"docker://{reference.by_digest(image.manifest)}", "oci:pulled:image"]
+        ended: confined.Ended | Unusable | None = None
 
-        async def watch() -> None:
+        async def watch() -> Unusable:
+            before, since = -1, anyio.current_time()
             while True:
                 done = await anyio.to_thread.run_sync(_size_of, blobs)
                 tell("pulling", min(image.size_bytes, done), image.size_bytes)
+                if done > image.size_bytes + SLACK_BYTES:
+                    return Unusable("the registry sends more than its manifest names")
+                if done != before:
+                    before, since = done, anyio.current_time()
+                elif anyio.current_time() - since > self.stall_s:
+                    return Unusable(f"the registry has sent nothing for {self.stall_s:.0f} s")
                 await anyio.sleep(0.2)
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch)
-            ended = await self._skopeo(words, work, limits)
-            tasks.cancel_scope.cancel()
+
+            async def first(of: Callable[[], Awaitable[confined.Ended | Unusable]]) -> None:
+                nonlocal ended
+                ended = await of()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(first, watch)
+            tasks.start_soon(first, lambda: self._skopeo(words, work, limits))
+        assert ended is not None
         _said(ended, "pulled")
         await anyio.to_thread.run_sync(_collect, image, blobs, work / "blobs")
         tell("pulling", image.size_bytes, image.size_bytes)

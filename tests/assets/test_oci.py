@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
+import http.server
 import os
 import re
 import stat
 import subprocess
 import tarfile
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any
 
 import anyio
 import pytest
@@ -18,8 +24,22 @@ from sandboxd.assets import confined, oci
 from sandboxd.assets.layers import Layer
 from sandboxd.assets.manifest import Unusable
 from sandboxd.assets.oci import Resolved
+from sandboxd.assets.reference import parse
 from sandboxd.uids import DEFAULT_BASE, image_uids
-from tests.registry import Entry, digest, directory, hard_link, link, squeezed, tar, zstd
+from tests.registry import (
+    CONFIG,
+    LAYER,
+    MANIFEST,
+    Entry,
+    digest,
+    directory,
+    encode,
+    hard_link,
+    link,
+    squeezed,
+    tar,
+    zstd,
+)  # fmt: skip
 
 IDS = confined.ids(os.geteuid(), image_uids(DEFAULT_BASE).start)
 MAX_BYTES = 64 << 20
@@ -204,3 +224,129 @@ def test_the_same_layers_give_the_same_drive(tmp_path: Path) -> None:
         drives.append(bench.build(tar(Entry("a", b"x"), directory("d"), Entry("d/b", b"y", uid=7))).read_bytes())
         oci.remove(bench.work)
     assert drives[0] == drives[1]
+
+# -- what a registry may do while layers are fetched, and what others see of it
+
+
+class Tap(http.server.BaseHTTPRequestHandler):
+    """A registry, or a proxy, that sends what its server's `send` writes."""
+
+    def do_GET(self) -> None:
+        manifest = self.server.manifest        # type: ignore[attr-defined]
+        if self.path == "/v2/":
+            self.reply(b"{}", "application/json")
+        elif "/manifests/" in self.path:
+            self.reply(manifest, MANIFEST)
+        else:
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                self.server.send(self.wfile)   # type: ignore[attr-defined]
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def do_CONNECT(self) -> None:
+        self.server.seen.append(self.headers["Proxy-Authorization"])    # type: ignore[attr-defined]
+        time.sleep(2)
+
+    def reply(self, data: bytes, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def tap() -> Iterator[Any]:
+    server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Tap)
+    server.daemon_threads, server.block_on_close = True, False
+    server.seen = []
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def endless(out: IO[bytes]) -> None:
+    while True:
+        out.write(os.urandom(MIB))
+
+
+def nothing(out: IO[bytes]) -> None:
+    out.write(b"x")
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("send", "says"),
+    [
+        pytest.param(endless, "more than its manifest names", id="more than it said"),
+        pytest.param(nothing, "nothing for 1 s", id="nothing any more"),
+    ],
+)
+def test_a_registry_that_does_not_send_what_it_said(
+    tap: Any, tmp_path: Path, send: Callable[[IO[bytes]], None], says: str
+) -> None:
+    """The large layer comes at any size; the small ones may not be as large as it."""
+    sizes = [256 * MIB, 1000, 1000, 1000] if send is endless else [1000]
+    layers = [Layer(f"sha256:{number:064x}", size, f"sha256:{number:064x}") for number, size in enumerate(sizes)]
+    rows = [{"mediaType": LAYER, "digest": layer.digest, "size": layer.size_bytes} for layer in layers]
+    named = {"mediaType": CONFIG, "digest": f"sha256:{9:064x}", "size": 10}
+    tap.manifest = encode({"schemaVersion": 2, "mediaType": MANIFEST, "config": named, "layers": rows})
+    tap.send = send
+    name = f"127.0.0.1:{tap.server_address[1]}"
+    registry = oci.Registry(IDS, {name}, (), {})
+    registry.stall_s = 1
+    image = Resolved(digest(tap.manifest), digest(tap.manifest), tuple(layers), {})
+    work = tmp_path / "work"
+    oci.workplace(work, IDS)
+    with pytest.raises(Unusable, match=says):
+        anyio.run(registry.fetch, parse(f"{name}/t/x:v1"), image, work, lambda *_: None)
+    oci.remove(work)
+    assert not work.exists(), "and nothing writes there any more"
+
+
+def test_a_proxys_password_is_not_on_a_command_line(tap: Any, tmp_path: Path) -> None:
+    address = f"http://user:s3cr3t-CANARY@127.0.0.1:{tap.server_address[1]}"
+    registry = oci.Registry(IDS, (), (), {"HTTPS_PROXY": address})
+    work = tmp_path / "work"
+    oci.workplace(work, IDS)
+    lines: set[bytes] = set()
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            for pid in filter(str.isdigit, os.listdir("/proc")):
+                with suppress(OSError):
+                    lines.add(Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        with pytest.raises(Unusable) as refused:
+            anyio.run(registry.resolve, parse("registry.example/t/x:v1"), work)
+    finally:
+        done.set()
+        looking.join()
+    oci.remove(work)
+    assert set(tap.seen) == {f"Basic {base64.b64encode(b'user:s3cr3t-CANARY').decode()}"}
+    assert any(b"skopeo" in line for line in lines)
+    assert not [line for line in lines if b"CANARY" in line]
+    assert "CANARY" not in str(refused.value)
+
+
+def test_nothing_of_a_jail_runs_once_its_time_is_up(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    oci.workplace(work, IDS)
+    limits = confined.Limits(oci.SPACE, MIB, 1.0)
+    words = ["sh", "-c", "while :; do mkdir -p $$ x/y/z; rm -r x; done & exec sleep 300"]
+    with pytest.raises(TimeoutError):
+        anyio.run(lambda: confined.run(work, words, ids=IDS, limits=limits))
+    before = sorted(os.listdir(work / confined.OWN))
+    oci.remove(work)
+    assert before and not work.exists()
