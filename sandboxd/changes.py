@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import anyio
 
+from sandboxd import fields
 from sandboxd import policy as rules
 from sandboxd.audit import Audit
 from sandboxd.errors import Conflict, Internal, InvalidRequest, Unsupported
@@ -61,9 +62,9 @@ class Changes:
             new = replace(new, network=rules.network(request.network, self._policy))
             self._networks.require(new.network)
         if request.name is not None:
-            new = replace(new, name=rules.sandbox_name(request.name) if request.name else "")
+            new = replace(new, name=fields.sandbox_name(request.name) if request.name else "")
         if request.labels is not None:
-            new = replace(new, labels=rules.check_labels(request.labels))
+            new = replace(new, labels=fields.check_labels(request.labels))
         if request.idle_timeout_secs is not None:
             idle = rules.idle_timeout(request.idle_timeout_secs, self._policy.limits)
             new = replace(new, idle_timeout_secs=idle)

@@ -9,20 +9,17 @@ stricter. Messages name names, never an environment's value.
 from __future__ import annotations
 
 import math
-import posixpath
-import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from egress import policy as egress
-from sandboxd import wire
+from sandboxd import fields, wire
 from sandboxd.assets import reference
 from sandboxd.errors import InvalidRequest, Refused, Unsupported
 from sandboxd.store import Mount, Network
-from sandboxd.wire import CreateRequest, MountRequest, NetworkRequest
+from sandboxd.wire import CreateRequest, NetworkRequest
 
 DEFAULT_IMAGE = "sandbox-base"
-HOME = "/sandbox/home"
 
 CAPABILITIES = (
     "network_policy_update", "suspend", "memory_snapshot", "disk_snapshot", "egress_allowlist", "egress_open",
@@ -38,37 +35,9 @@ BASELINE = (
 )  # fmt: skip
 """Beside the registries that the host is configured to use."""
 
-RESERVED_ENV = frozenset(
-    {
-        "SANDBOX_RUN_AS", "SANDBOX_EGRESS_ALLOW", "SANDBOX_INGRESS_PORTS", "SANDBOX_PROXY_PORT",
-        "SANDBOX_UMASK", "BASH_ENV", "ENV", "LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "SHELLOPTS",
-        "BASHOPTS", "PS4", "IFS", "GLOBIGNORE", "DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CERT_PATH",
-        "DOCKER_TLS_VERIFY", "DOCKER_CONTEXT",
-    }
-)  # fmt: skip
-
-def _whole(pattern: str) -> re.Pattern[str]:
-    """Python's `$` also matches before a line's end; the wire's does not."""
-    return re.compile(pattern.removesuffix("$") + r"\Z")
-
-
-NAME = _whole(wire.NAME)
-IMAGE = _whole(wire.IMAGE)
-ENV_NAME = _whole(wire.ENV_NAME)
-LABEL_KEY = _whole(wire.LABEL_KEY)
-BRANCH = _whole(wire.BRANCH)
-COMMIT = _whole(wire.COMMIT)
-MAX_LABELS = 32
-MAX_ENTRY = 300
-"""Characters of an entry of a list of names, however it is written; a name has at most 253."""
 MIN_MEMORY_MB = 128
 """The guest's kernel and agent do not start in less."""
 MIN_DISK_MB = 64
-MAX_MOUNTS = 8
-MAX_MOUNT_PATH = 1024
-MOUNT_PATH = re.compile(r"/[A-Za-z0-9._/-]*\Z")
-NO_MOUNT = re.compile(r"/(?:|(?:tmp|proc|sys|dev|run|etc|usr|bin|sbin|boot|lib[^/]*|workspace)(?:/.*)?)\Z")
-"""Where no volume goes: what the system needs, what does not outlive a sandbox anyway, and the repository's place."""
 CENTURY_S = 100 * 365 * 86400
 """Where nothing else bounds a time: its end can still be written as a date."""
 
@@ -180,8 +149,8 @@ def resolve(request: CreateRequest, policy: Policy) -> Spec:
     limits = policy.limits
     if request.snapshot_id:
         raise Unsupported("this endpoint has no snapshots")
-    name = sandbox_name(request.name) if request.name else ""
-    labels = check_labels(request.labels or {})
+    name = fields.sandbox_name(request.name) if request.name else ""
+    labels = fields.check_labels(request.labels or {})
     image = check_image(request.image or policy.default_image, policy)
     cpus = request.cpus or policy.cpus
     if not math.isfinite(cpus) or cpus < 0 or cpus > limits.max_cpus:
@@ -197,19 +166,19 @@ def resolve(request: CreateRequest, policy: Policy) -> Spec:
     longest = limits.max_lifetime_secs or CENTURY_S
     if not 0 <= lifetime <= longest:
         raise InvalidRequest(f"lifetime_secs must be between 0 and {longest}")
-    env = check_env(request.env or {})
+    env = fields.check_env(request.env or {})
     decided = network(request.network, policy)
     if request.bind is not None:
         raise Refused("the server's policy does not allow bind")
     if request.snapshot_every_secs or request.snapshot_keep:
         raise Unsupported("this endpoint has no snapshots")
-    volumes = mounts(request.volumes or ())
+    volumes = fields.mounts(request.volumes or ())
     return Spec(name, image, cpus, memory_mb, disk_mb, idle, lifetime, labels, decided, env, volumes)
 
 
 def image_name(image: str) -> str:
     """Ours, or a reference to a registry's."""
-    if not IMAGE.match(image):
+    if not fields.IMAGE.match(image):
         raise InvalidRequest("image is not a valid reference")
     if image != DEFAULT_IMAGE:
         reference.parse(image)
@@ -233,10 +202,10 @@ def network(request: NetworkRequest | None, policy: Policy) -> Network:
     mode = default.mode if request.mode is None else request.mode
     if mode not in MODES:
         raise InvalidRequest(f"network.mode must be one of {', '.join(MODES)}")
-    allow = None if request.allow is None else hosts("network.allow", request.allow)
-    allow_tcp = None if request.allow_tcp is None else services("network.allow_tcp", request.allow_tcp)
+    allow = None if request.allow is None else fields.hosts("network.allow", request.allow)
+    allow_tcp = None if request.allow_tcp is None else fields.services("network.allow_tcp", request.allow_tcp)
     # The server's own refusals stay: a request may add to them.
-    deny = tuple(sorted({*default.deny, *hosts("network.deny", request.deny or ())}))
+    deny = tuple(sorted({*default.deny, *fields.hosts("network.deny", request.deny or ())}))
     for name, given in (("allow", allow), ("allow_tcp", allow_tcp)):
         if mode != "allowlist" and given:
             raise InvalidRequest(f"network.{name} has no meaning with mode {mode}")
@@ -332,28 +301,6 @@ def covers_service(rule: str, service: str) -> bool:
     return rule_port == port and egress.covers(rule_host, host)
 
 
-def hosts(field_name: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Names in normal form, each once, in order. `InvalidRequest` says which is none."""
-    return _normal(egress.normal, field_name, names)
-
-
-def services(field_name: str, texts: Iterable[str]) -> tuple[str, ...]:
-    """`HOST:PORT`s likewise."""
-    return _normal(egress.normal_tcp, field_name, texts)
-
-
-def sandbox_name(text: str) -> str:
-    if not NAME.match(text):
-        raise InvalidRequest("name must be 1 to 63 characters of a-z, 0-9 and -, not starting with -")
-    return text
-
-
-def volume_name(text: str) -> str:
-    if not NAME.match(text):
-        raise InvalidRequest("a volume's name must be 1 to 63 characters of a-z, 0-9 and -, not starting with -")
-    return text
-
-
 def volume_size(size_mb: int | None, policy: Policy) -> int:
     """MiB; that of a sandbox's disk where none is given."""
     size = policy.disk_mb if size_mb is None else size_mb
@@ -362,110 +309,11 @@ def volume_size(size_mb: int | None, policy: Policy) -> int:
     return size
 
 
-def mounts(asked: Collection[MountRequest]) -> tuple[Mount, ...]:
-    """API §12: where volumes may be in a sandbox. Whether they exist is not asked here."""
-    if len(asked) > MAX_MOUNTS:
-        raise InvalidRequest(f"volumes: at most {MAX_MOUNTS}")
-    found: list[Mount] = []
-    for one in asked:
-        mount = Mount(volume_name(one.name or ""), _mount_path(one.path or ""), bool(one.read_only))
-        for other in found:
-            if other.name == mount.name:
-                raise InvalidRequest(f"volumes: {mount.name} stands there twice")
-            if f"{mount.path}/".startswith(f"{other.path}/") or f"{other.path}/".startswith(f"{mount.path}/"):
-                raise InvalidRequest(f"volumes: {mount.path} and {other.path} are one within the other")
-        found.append(mount)
-    return tuple(found)
-
-
-def _mount_path(text: str) -> str:
-    if not MOUNT_PATH.match(text) or len(text) > MAX_MOUNT_PATH:
-        raise InvalidRequest(
-            f"volumes: a path must be absolute, of letters, digits and . _ - /, and at most {MAX_MOUNT_PATH} long"
-        )
-    path = guest_path("volumes: a path", text)
-    if NO_MOUNT.match(path):
-        raise InvalidRequest(f"volumes: nothing can be mounted at {path}; choose another place, such as /data")
-    return path
-
-
-def check_labels(labels: dict[str, str]) -> dict[str, str]:
-    if len(labels) > MAX_LABELS:
-        raise InvalidRequest(f"at most {MAX_LABELS} labels")
-    for key, value in labels.items():
-        label(key, value)
-    return labels
-
-
-def label(key: str, value: str) -> None:
-    if not LABEL_KEY.match(key):
-        raise InvalidRequest(f"{printable(key)} is not a label key")
-    what = f"the value of the label {key}"
-    if len(_utf8(what, value)) > 256 or any(c < " " or "\x7f" <= c <= "\x9f" for c in value):
-        raise InvalidRequest(f"{what} must be at most 256 bytes without control characters")
-
-
-def check_env(env: dict[str, str]) -> dict[str, str]:
-    for name, value in env.items():
-        trimmed = name.strip()
-        if trimmed in RESERVED_ENV:
-            raise Refused(f"the environment name {trimmed} is reserved")
-        if not ENV_NAME.match(name):
-            raise InvalidRequest(f"{printable(name)} is not an environment name")
-        _bytes(f"the value of {name}", value)
-    return env
-
-
-def argv(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    if not arguments or not arguments[0]:
-        raise InvalidRequest("argv must name a command")
-    for position, argument in enumerate(arguments):
-        _bytes(f"argv[{position}]", argument)
-    return arguments
-
-
-def guest_path(field_name: str, text: str) -> str:
-    """An absolute path in the guest, cleaned as text and never resolved here."""
-    _bytes(field_name, text)
-    if not text.startswith("/"):
-        raise InvalidRequest(f"{field_name} must be an absolute path")
-    if ".." in text.split("/"):
-        raise InvalidRequest(f"{field_name} must not hold ..")
-    return "/" + posixpath.normpath(text).lstrip("/")
-
-
-def branch(field_name: str, text: str) -> str:
-    if not BRANCH.match(text) or ".." in text or "//" in text or text.endswith((".lock", "/", ".")):
-        raise InvalidRequest(f"{field_name} is not a branch name")
-    return text
-
-
-def commit_or_branch(field_name: str, text: str) -> str:
-    return text if COMMIT.match(text) else branch(field_name, text)
-
-
 def idle_timeout(seconds: int, limits: Limits) -> int:
     least, most = (1, limits.max_idle_timeout_secs) if limits.max_idle_timeout_secs else (0, CENTURY_S)
     if not least <= seconds <= most:
         raise InvalidRequest(f"idle_timeout_secs must be between {least} and {most}")
     return seconds
-
-
-def printable(text: str) -> str:
-    """Somebody's text inside a message: short, quoted, ASCII."""
-    return ascii(text if len(text) <= 80 else text[:80] + "…")
-
-
-def _normal(normal: Callable[[str], str], field_name: str, texts: Iterable[str]) -> tuple[str, ...]:
-    found = set()
-    for text in texts:
-        if len(text) > MAX_ENTRY:
-            raise InvalidRequest(f"{field_name}: {printable(text)} is too long")
-        try:
-            found.add(normal(text))
-        except ValueError as fault:
-            raise InvalidRequest(f"{field_name}: {fault}") from None
-    return tuple(sorted(found))
 
 
 def _offered(policy: Policy) -> tuple[str, ...]:
@@ -493,21 +341,3 @@ def _both(
 def _within(field_name: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
         raise InvalidRequest(f"{field_name} must be between {least} and {most}, or 0 for the default")
-
-
-def _bytes(what: str, text: str) -> None:
-    """Text that can stand in an argument, a path or an environment: no NUL, and bytes it can be turned
-    into."""
-    if "\0" in text:
-        raise InvalidRequest(f"{what} holds a NUL")
-    try:
-        text.encode(errors="surrogateescape")
-    except UnicodeEncodeError:
-        raise InvalidRequest(f"{what} is not text") from None
-
-
-def _utf8(what: str, text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest(f"{what} is not valid UTF-8") from None

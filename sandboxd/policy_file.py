@@ -8,16 +8,18 @@ more than one document, yes and no as truth values, numbers with a leading zero)
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from sandboxd import fields
 from sandboxd import policy as rules
 from sandboxd.errors import InvalidRequest, SetupError
 from sandboxd.policy import MODES, Limits, Policy, PoolSize
@@ -203,7 +205,7 @@ class _Section:
 
     def done(self) -> None:
         for key in self.value:
-            self.fault(rules.printable(key)[1:-1], f"it is not known; known here: {', '.join(sorted(self.known))}")
+            self.fault(fields.printable(key)[1:-1], f"it is not known; known here: {', '.join(sorted(self.known))}")
 
     def _given(self, key: str) -> Any:
         self.known.append(key)
@@ -234,7 +236,7 @@ def _images(root: _Section, built_in: Policy) -> Policy:
         except InvalidRequest as fault:
             root.fault(key, fault.message.removeprefix("image: "))
     if images is not None and default not in images:
-        root.fault("images", f"the default image, {rules.printable(default)}, must be among them")
+        root.fault("images", f"the default image, {fields.printable(default)}, must be among them")
     return replace(built_in, default_image=default, images=None if images is None else tuple(images))
 
 
@@ -247,7 +249,7 @@ def _limits(section: _Section, built_in: Limits) -> Limits:
         "max_snapshot_keep": (0, MAX_LIMIT),
     }
     found: dict[str, Any] = {}
-    for each in fields(built_in):
+    for each in dataclasses.fields(built_in):
         least, most = ranges.get(each.name, (1, MAX_LIMIT))
         expected = f"a whole number from {least} to {most}"
         found[each.name] = section.take(each.name, getattr(built_in, each.name), _whole(least, most), expected)
@@ -291,9 +293,9 @@ def _pools(root: _Section, policy: Policy) -> tuple[PoolSize, ...]:
         except InvalidRequest as fault:
             section.fault("image", fault.message.removeprefix("image: "))
         if policy.images is not None and wanted not in policy.images:
-            section.fault("image", f"{rules.printable(wanted)} is not among the images that are permitted")
+            section.fault("image", f"{fields.printable(wanted)} is not among the images that are permitted")
         elif wanted in found:
-            section.fault("image", f"{rules.printable(wanted)} has a pool already")
+            section.fault("image", f"{fields.printable(wanted)} has a pool already")
         found[wanted] = PoolSize(image, size)
     return tuple(found.values())
 
@@ -301,12 +303,12 @@ def _pools(root: _Section, policy: Policy) -> tuple[PoolSize, ...]:
 def _network(section: _Section, built_in: Policy) -> Policy:
     mode_names = f"one of {', '.join(MODES)}"
     ceiling: str = section.take("ceiling", built_in.ceiling, lambda value: value in MODES, mode_names)
-    may_allow = section.names("may_allow", _starred(rules.hosts))
-    may_allow_tcp = section.names("may_allow_tcp", _starred(rules.services))
+    may_allow = section.names("may_allow", _starred(fields.hosts))
+    may_allow_tcp = section.names("may_allow_tcp", _starred(fields.services))
     if may_allow_tcp is None and may_allow is not None and may_allow != ("*",):
         # Who says which names may be asked for must not find that those on other ports are left to anybody.
         may_allow_tcp = ()
-    private = section.names("private", rules.hosts) or ()
+    private = section.names("private", fields.hosts) or ()
     policy = replace(
         built_in,
         ceiling=ceiling,
@@ -324,8 +326,8 @@ def _default_network(section: _Section, built_in: Network, ceiling: str) -> Netw
     unsaid = min(built_in.mode, ceiling, key=MODES.index)
     before = len(section.faults)
     mode: str = section.take("mode", unsaid, lambda value: value in MODES, f"one of {', '.join(MODES)}")
-    allow, deny = section.names("allow", rules.hosts), section.names("deny", rules.hosts) or ()
-    allow_tcp = section.names("allow_tcp", rules.services)
+    allow, deny = section.names("allow", fields.hosts), section.names("deny", fields.hosts) or ()
+    allow_tcp = section.names("allow_tcp", fields.services)
     section.done()
     if MODES.index(mode) > MODES.index(ceiling):
         section.fault("mode", f"{mode} is above network.ceiling, {ceiling}")

@@ -21,7 +21,7 @@ from pathlib import Path
 import anyio
 
 from guestd import protocol
-from sandboxd import boot, history
+from sandboxd import boot, fields, history
 from sandboxd import policy as rules
 from sandboxd.assets.prepare import Assets
 from sandboxd.audit import Audit
@@ -236,7 +236,7 @@ class Service:
     # -- volumes
 
     async def create_volume(self, request: VolumeRequest) -> VolumeRecord:
-        name = rules.volume_name(request.name or "")
+        name = fields.volume_name(request.name or "")
         size_mb = rules.volume_size(request.size_mb, self.policy)
         self._places.require_room(size_mb)
         return await self._volumes.create(name, size_mb)
@@ -325,21 +325,21 @@ class Service:
     # -- files and the workspace
 
     async def read_file(self, ref: str, path: str) -> Held:
-        clean_path = rules.guest_path("path", path)
+        clean_path = fields.guest_path("path", path)
         self.audit.require()
         live, held = await self._sandboxes.hold(ref, lambda guest: guest.read(clean_path))
         self.audit.record("file.read", live.record.id, path=clean_path, bytes=held.size)
         return held
 
     async def write_file(self, ref: str, path: str, size: int, body: Source) -> None:
-        clean_path = rules.guest_path("path", path)
+        clean_path = fields.guest_path("path", path)
         async with self._sandboxes.using(ref) as live:
             self.audit.require()
             await live.guest.write(clean_path, size, body)
             self.audit.record("file.written", live.record.id, path=clean_path, bytes=size)
 
     async def remove_file(self, ref: str, path: str) -> None:
-        clean_path = rules.guest_path("path", path)
+        clean_path = fields.guest_path("path", path)
         async with self._sandboxes.using(ref) as live:
             self.audit.require()
             await live.guest.remove(clean_path)
@@ -347,19 +347,19 @@ class Service:
 
     async def list_dir(self, ref: str, path: str) -> Held:
         """The guest's listing as it wrote it: JSON that nobody here has looked at."""
-        clean_path = rules.guest_path("path", path)
+        clean_path = fields.guest_path("path", path)
         _, held = await self._sandboxes.hold(ref, lambda guest: guest.list(clean_path))
         return held
 
     async def bundle_in(self, ref: str, branch: str, size: int, body: Source) -> None:
-        name = rules.branch("branch", branch)
+        name = fields.branch("branch", branch)
         async with self._sandboxes.using(ref) as live:
             self.audit.require()
             await live.guest.bundle_in(name, size, body)
             self.audit.record("workspace.in", live.record.id, path=WORKSPACE, reason=name)
 
     async def bundle_out(self, ref: str, base: str, branch: str) -> Held:
-        start, name = rules.commit_or_branch("base", base), rules.branch("branch", branch)
+        start, name = fields.commit_or_branch("base", base), fields.branch("branch", branch)
         self.audit.require()
         live, held = await self._sandboxes.hold(ref, lambda guest: guest.bundle_out(start, name))
         self.audit.record("workspace.out", live.record.id, reason=f"{start}..{name}", bytes=held.size)
@@ -433,9 +433,9 @@ class Service:
 
 
 def _command(request: ProcessRequest) -> Command:
-    argv = rules.argv(request.argv or ())
-    env = rules.check_env(request.env or {})
-    cwd = rules.guest_path("cwd", request.cwd) if request.cwd else rules.HOME
+    argv = fields.argv(request.argv or ())
+    env = fields.check_env(request.env or {})
+    cwd = fields.guest_path("cwd", request.cwd) if request.cwd else fields.HOME
     rows, cols = request.rows or 0, request.cols or 0
     if not (0 <= rows < 1 << 16 and 0 <= cols < 1 << 16):
         raise InvalidRequest("rows and cols must be between 0 and 65535")

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sandboxd import address, transport
-from sandboxd import policy as rules
+from sandboxd import address, fields, transport
 from sandboxd.address import SOCKET, TcpAddress
 from sandboxd.errors import InvalidRequest, SetupError
 from sandboxd.transport import Transport
@@ -112,12 +111,12 @@ def _node(flags: Mapping[str, Any]) -> NodeSettings:
     for text in flags["--node-label"]:
         key, equals, value = text.partition("=")
         if not equals:
-            raise SetupError(f"--node-label {rules.printable(text)}: write KEY=VALUE")
+            raise SetupError(f"--node-label {fields.printable(text)}: write KEY=VALUE")
         if key in labels:
-            raise SetupError(f"--node-label {rules.printable(key)} stands twice")
+            raise SetupError(f"--node-label {fields.printable(key)} stands twice")
         labels[key] = value
     try:
-        rules.check_labels(labels)
+        fields.check_labels(labels)
     except InvalidRequest as fault:
         raise SetupError(f"--node-label: {fault.message}") from None
     return NodeSettings(

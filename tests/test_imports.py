@@ -121,7 +121,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.transport", ("sandboxd.address", "sandboxd.errors"), ()),
     (
         "sandboxd.settings",
-        ("sandboxd.address", "sandboxd.errors", "sandboxd.policy", "sandboxd.transport"),
+        ("sandboxd.address", "sandboxd.errors", "sandboxd.fields", "sandboxd.transport"),
         (),
     ),
     ("sandboxd.credentials", ("sandboxd.errors", "sandboxd.transport"), ()),
@@ -133,15 +133,22 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.store", ("sandboxd.errors", "sandboxd.lifecycle"), ("msgspec",)),
     ("sandboxd.volumes", ("sandboxd.errors", "sandboxd.ext4", "sandboxd.store"), ("anyio",)),
     ("sandboxd.skew", ("guestd.protocol",), ()),
+    ("sandboxd.fields", ("sandboxd.errors", "sandboxd.store", "sandboxd.wire", "egress.policy"), ()),
     (
         "sandboxd.policy",
-        ("sandboxd.errors", "sandboxd.store", "sandboxd.wire", "sandboxd.assets.reference", "egress.policy"),
+        (
+            "sandboxd.errors", "sandboxd.fields", "sandboxd.store", "sandboxd.wire", "sandboxd.assets.reference",
+            "egress.policy",
+        ),
         (),
     ),
     ("sandboxd.registries", ("sandboxd.errors", "egress.policy"), ()),
     (
         "sandboxd.policy_file",
-        ("sandboxd.errors", "sandboxd.policy", "sandboxd.store", "sandboxd.vm.machine", "egress.policy"),
+        (
+            "sandboxd.errors", "sandboxd.fields", "sandboxd.policy", "sandboxd.store", "sandboxd.vm.machine",
+            "egress.policy",
+        ),
         ("yaml",),
     ),
     ("sandboxd.node", ("sandboxd.errors",), ()),
@@ -254,11 +261,11 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "sandboxd.routes.*",
         (
-            "sandboxd.address", "sandboxd.service", "sandboxd.attach", "sandboxd.events", "sandboxd.guest",
+            "sandboxd.address", "sandboxd.service", "sandboxd.attach", "sandboxd.events", "sandboxd.fields",
+            "sandboxd.guest",
             "sandboxd.images", "sandboxd.lifecycle", "sandboxd.node", "sandboxd.openapi", "sandboxd.policy",
             "sandboxd.processes", "sandboxd.routes.reply", "sandboxd.routes.sandboxes", "sandboxd.routes.table",
-            "sandboxd.spool", "sandboxd.store", "sandboxd.usage",
-            "sandboxd.wire", "sandboxd.errors",
+            "sandboxd.spool", "sandboxd.store", "sandboxd.usage", "sandboxd.wire", "sandboxd.errors",
         ),
         ("anyio",),
     ),
@@ -266,11 +273,11 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         "sandboxd.service",
         (
             "sandboxd.audit", "sandboxd.boot", "sandboxd.chain", "sandboxd.changes", "sandboxd.ending",
-            "sandboxd.errors", "sandboxd.events", "sandboxd.guest", "sandboxd.history", "sandboxd.images",
-            "sandboxd.lifecycle", "sandboxd.networks", "sandboxd.node", "sandboxd.places", "sandboxd.policy",
-            "sandboxd.pools", "sandboxd.processes", "sandboxd.readiness", "sandboxd.restart", "sandboxd.sandboxes",
-            "sandboxd.store", "sandboxd.supervision", "sandboxd.uids", "sandboxd.usage", "sandboxd.volumes",
-            "sandboxd.wire", "sandboxd.assets.prepare", "sandboxd.vm.machine", "guestd.protocol",
+            "sandboxd.errors", "sandboxd.events", "sandboxd.fields", "sandboxd.guest", "sandboxd.history",
+            "sandboxd.images", "sandboxd.lifecycle", "sandboxd.networks", "sandboxd.node", "sandboxd.places",
+            "sandboxd.policy", "sandboxd.pools", "sandboxd.processes", "sandboxd.readiness", "sandboxd.restart",
+            "sandboxd.sandboxes", "sandboxd.store", "sandboxd.supervision", "sandboxd.uids", "sandboxd.usage",
+            "sandboxd.volumes", "sandboxd.wire", "sandboxd.assets.prepare", "sandboxd.vm.machine", "guestd.protocol",
         ),
         ("anyio",),
     ),
@@ -306,8 +313,8 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "sandboxd.changes",
         (
-            "sandboxd.audit", "sandboxd.errors", "sandboxd.lifecycle", "sandboxd.networks", "sandboxd.policy",
-            "sandboxd.sandboxes", "sandboxd.store", "sandboxd.wire",
+            "sandboxd.audit", "sandboxd.errors", "sandboxd.fields", "sandboxd.lifecycle", "sandboxd.networks",
+            "sandboxd.policy", "sandboxd.sandboxes", "sandboxd.store", "sandboxd.wire",
         ),
         ("anyio",),
     ),

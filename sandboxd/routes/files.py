@@ -12,8 +12,7 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.to_thread
 
-from sandboxd import policy as rules
-from sandboxd import wire
+from sandboxd import fields, wire
 from sandboxd.errors import Internal
 from sandboxd.guest import Source
 from sandboxd.routes.reply import RAW_TYPE, Body, Handler, Reply, Request
@@ -32,7 +31,7 @@ async def _read_file(service: Service, request: Request) -> Reply:
 
 async def _write_file(service: Service, request: Request) -> Reply:
     ref, path = request.path["ref"], request.one("path")
-    rules.guest_path("path", path)
+    fields.guest_path("path", path)
     async with _sized(service, ref, request.body) as (size, body):
         await service.write_file(ref, path, size, body)
     return Reply(204)
@@ -62,7 +61,7 @@ async def _list_dir(service: Service, request: Request) -> Reply:
 
 async def _bundle_in(service: Service, request: Request) -> Reply:
     ref, branch = request.path["ref"], request.one("branch")
-    rules.branch("branch", branch)
+    fields.branch("branch", branch)
     async with _sized(service, ref, request.body) as (size, body):
         await service.bundle_in(ref, branch, size, body)
     return Reply(204)

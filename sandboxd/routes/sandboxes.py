@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from sandboxd import policy as rules
-from sandboxd import wire
+from sandboxd import fields, wire
 from sandboxd.errors import InvalidRequest
 from sandboxd.policy import CAPABILITIES
 from sandboxd.routes.reply import Handler, Reply, Request, ok, read_json, timestamp, without
@@ -44,7 +43,7 @@ async def _list(service: Service, request: Request) -> Reply:
             name, equals, text = value.partition("=")
             if not equals:
                 raise InvalidRequest("label must be key=value")
-            rules.label(name, text)
+            fields.label(name, text)
             labels.append((name, text))
     # wire.Sandboxes, put together from pieces: many clients poll this.
     texts = service.sandboxes(labels, lambda record: wire.encode(_sandbox(record)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from egress import policy as egress
-from sandboxd import policy
+from sandboxd import fields
 from sandboxd.errors import ApiError, InvalidRequest, Refused
 from sandboxd.policy import (
     BASELINE,
@@ -246,12 +246,12 @@ def test_the_built_in_policy_and_what_is_left_without_a_network() -> None:
     [("/", "/"), ("//", "/"), ("/a//b/./c/", "/a/b/c"), ("/ü", "/ü"), ("/..a/b..", "/..a/b.."), ("/\udcff", "/\udcff")],
 )
 def test_guest_paths(text: str, cleaned: str) -> None:
-    assert policy.guest_path("path", text) == cleaned
+    assert fields.guest_path("path", text) == cleaned
 
 
 @pytest.mark.parametrize("text", ["sandbox/checkpoint", "a", "A.b-c_d/e", "1" * 200])
 def test_branches(text: str) -> None:
-    assert policy.branch("branch", text) == text
+    assert fields.branch("branch", text) == text
 
 
 @pytest.mark.parametrize(
@@ -259,13 +259,13 @@ def test_branches(text: str) -> None:
 )
 def test_what_is_no_branch(text: str) -> None:
     with pytest.raises(InvalidRequest):
-        policy.branch("branch", text)
+        fields.branch("branch", text)
 
 
 @pytest.mark.parametrize("value", ["a\x00b", "\ud800"])
 def test_an_environment_value_is_in_no_message(value: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        policy.check_env({"NAME": f"CANARY{value}"})
+        fields.check_env({"NAME": f"CANARY{value}"})
     assert "CANARY" not in str(caught.value) and "NAME" in str(caught.value)
 
 
