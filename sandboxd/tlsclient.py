@@ -3,7 +3,8 @@
 In: a connected TCP socket, a host name, files. Out: one end of a socket pair; a thread carries bytes between the
 other end and the network. So whoever reads, polls and half-closes a unix socket does the same with this one:
 `shutdown(SHUT_WR)` becomes close_notify, the peer's close_notify the end of what is read. A connection that breaks off
-ends what is read, too: HTTP's lengths and a stream's last frame tell the whole from a part.
+ends what is read, too: HTTP's lengths and a stream's last frame tell the whole from a part. But where the server says
+that it does not take our certificate, which TLS 1.3 tells after the handshake, reading raises an error that says so.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
+from errno import EACCES
 from threading import Thread
 
 READ_BYTES = 64 << 10
+UNTRUSTED = frozenset({2, 18, 19, 20, 21})
+"""X509_V_ERR_* of a chain that ends at nobody we know; more certificates may help against these alone."""
 
 
 def wrap(sock: socket.socket, host: str, ca_file: str, cert_file: str, key_file: str) -> socket.socket:
@@ -36,30 +40,53 @@ def wrap(sock: socket.socket, host: str, ca_file: str, cert_file: str, key_file:
                 incoming.write(data)
         sock.sendall(outgoing.read())
     except ssl.SSLCertVerificationError as fault:
+        remedy = "; the CA file must name who signs it" if fault.verify_code in UNTRUSTED else ""
         raise ConnectionError(
-            f"its certificate is not trusted: {fault.verify_message} (a CA file can name who signs it)"
+            f"its certificate is not trusted: {fault.verify_message.rstrip('.')}{remedy}"
         ) from None
     except ssl.SSLError as fault:
-        raise ConnectionError(f"no TLS: {fault.reason or fault}") from None
-    ours, theirs = socket.socketpair()
+        raise ConnectionError(refusal(fault, bool(cert_file)) or _no_tls(fault)) from None
+    left, theirs = socket.socketpair()
+    ours = _Ours(left, bool(cert_file))
     ours.settimeout(sock.gettimeout())
-    Thread(target=_Carrier(sock, held, incoming, outgoing, theirs).run, name="tls", daemon=True).start()
+    Thread(target=_Carrier(sock, held, incoming, outgoing, theirs, ours).run, name="tls", daemon=True).start()
     return ours
+
+
+def refusal(fault: ssl.SSLError, given: bool) -> str:
+    """What the server has against our certificate, "" where the fault is another."""
+    reason = fault.reason or ""
+    if "ALERT" not in reason or not any(word in reason for word in ("CERTIFICATE", "UNKNOWN_CA")):
+        return ""
+    if not given:
+        return "the server wants a client certificate: name one, and its key"
+    said = reason.partition("ALERT_")[2].lower().replace("_", " ")
+    return f"the server does not take our client certificate ({said})"
+
+
+def _no_tls(fault: ssl.SSLError) -> str:
+    if fault.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+        return "no TLS: it answered with something else"
+    return f"no TLS: {fault.reason or fault}"
 
 
 def context(ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContext:
     """Raises OSError naming the file."""
     try:
         made = ssl.create_default_context(cafile=ca_file or None)
+    except ssl.SSLError:
+        raise OSError(f"the CA file {ca_file}: no certificate in it (PEM)") from None
     except OSError as fault:
-        raise OSError(f"the CA file {ca_file}: {fault.strerror or 'no certificate in it'}") from None
+        raise OSError(f"the CA file {ca_file}: {fault.strerror}") from None
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     made.set_alpn_protocols(["http/1.1"])
     if cert_file:
         try:
             made.load_cert_chain(cert_file, key_file, password=_no_password)
         except (OSError, ValueError) as fault:
-            said = getattr(fault, "strerror", None) or "they do not fit together, or the key has a password"
+            said = getattr(fault, "strerror", None)
+            if said is None or isinstance(fault, ssl.SSLError):
+                said = "they do not fit together, are not PEM, or the key has a password"
             raise OSError(f"the client certificate {cert_file} with {key_file}: {said}") from None
     return made
 
@@ -68,14 +95,36 @@ def _no_password() -> bytes:
     raise ValueError("a key with a password cannot be used")
 
 
+class _Ours(socket.socket):
+    """The reader's end. `fault` is set before the other end is closed."""
+
+    fault: ssl.SSLError | None = None
+
+    def __init__(self, sock: socket.socket, certified: bool) -> None:
+        super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
+        self._certified = certified
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        data = b""
+        try:
+            data = super().recv(size, flags)
+        except ConnectionError:
+            # The other end was closed with some of our request unread.
+            if self.fault is None:
+                raise
+        if not data and self.fault is not None and (said := refusal(self.fault, self._certified)):
+            raise PermissionError(EACCES, said)
+        return data
+
+
 class _Carrier:
     """One thread, one poll. Each direction holds at most one piece, so a slow side holds the other back."""
 
     def __init__(
         self, wire: socket.socket, tls: ssl.SSLObject, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO,
-        plain: socket.socket,
+        plain: socket.socket, reader: _Ours,
     ) -> None:  # fmt: skip
-        self._wire, self._tls, self._plain = wire, tls, plain
+        self._wire, self._tls, self._plain, self._reader = wire, tls, plain, reader
         self._incoming, self._outgoing = incoming, outgoing
         self._to_wire = self._to_plain = b""
         self._plain_ended = self._wire_ended = self._said = False
@@ -85,11 +134,15 @@ class _Carrier:
             self._wire.setblocking(False)
             self._plain.setblocking(False)
             # Whoever holds the other end learns of it by the end of what is read.
-            with suppress(OSError):
+            try:
                 self._decrypt()
                 while not self._done():
                     self._say_goodbye()
                     self._turn()
+            except ssl.SSLError as fault:
+                self._reader.fault = fault
+            except OSError:
+                pass
 
     def _done(self) -> bool:
         """The peer said its last word and we handed it on: nothing that is still sent would be heard."""

@@ -16,6 +16,11 @@ import anyio
 
 from sandboxd.socketstream import BrokenStreamError, SocketStream
 
+ALERT_S = 1.0
+ALERT_READS = 16
+READ_BYTES = 4096
+"""How long, and how much, a peer may still send after its handshake has failed."""
+
 
 class HandshakeError(Exception):
     """Why there is no TLS connection; the text is OpenSSL's and holds nothing of the peer's."""
@@ -36,11 +41,25 @@ class TlsStream(SocketStream):
             except ssl.SSLWantWriteError:
                 await self._wait(anyio.wait_writable)
             except ssl.SSLError as fault:
+                if fault.reason:
+                    await self._let_it_read()
                 raise HandshakeError((fault.reason or "cut off").lower().replace("_", " ")) from None
             except OSError as fault:
                 raise HandshakeError(fault.strerror or "cut off") from None
             else:
                 return
+
+    async def _let_it_read(self) -> None:
+        """A peer that has sent its request already would get a reset in place of the alert that says what is wrong."""
+        with contextlib.suppress(OSError), anyio.move_on_after(ALERT_S):
+            # Of the class above, which knows nothing of TLS.
+            socket.socket.shutdown(self._tls, socket.SHUT_WR)
+            for _ in range(ALERT_READS):
+                try:
+                    if not socket.socket.recv(self._tls, READ_BYTES):
+                        return
+                except BlockingIOError:
+                    await self._wait(anyio.wait_readable)
 
     async def receive(self, limit_bytes: int) -> bytes:
         while not self._both_ended:

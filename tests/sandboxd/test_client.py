@@ -160,14 +160,26 @@ def test_a_token_that_is_wrong_or_missing(endpoint: Endpoint, tmp_path: Path) ->
         Client(endpoint._replace(token_file=str(wrong))).sandboxes()
 
 
-def test_certificates_that_do_not_fit(endpoint: Endpoint) -> None:
+def test_certificates_that_do_not_fit(endpoint: Endpoint, tmp_path: Path) -> None:
     if not endpoint.ca_file:
         pytest.skip("no TLS on this transport")
     with pytest.raises(Unreachable, match="not trusted") as caught:
         Client(endpoint._replace(ca_file=endpoint.cert_file)).sandboxes()
     assert "\n" not in str(caught.value)
-    with pytest.raises(Unreachable):
-        Client(endpoint._replace(cert_file="", key_file="")).sandboxes()
+    assert "CA file" in str(caught.value)
+    # What the client sends meanwhile must not cost it the server's alert: many times, since it is a race.
+    for _ in range(20):
+        with pytest.raises(Unreachable, match="wants a client certificate"):
+            Client(endpoint._replace(cert_file="", key_file="")).sandboxes()
+    foreign = Authority(tmp_path, "foreign").issue("foreigner")
+    for _ in range(20):
+        with pytest.raises(Unreachable, match="does not take our client certificate"):
+            stranger = endpoint._replace(cert_file=str(foreign), key_file=str(foreign.with_suffix(".key")))
+            Client(stranger).sandboxes()
+    with pytest.raises(Unreachable, match="do not fit together"):
+        Client(endpoint._replace(key_file=str(foreign.with_suffix(".key")))).sandboxes()
+    with pytest.raises(Unreachable, match=r"the CA file .* no certificate in it"):
+        Client(endpoint._replace(ca_file=endpoint.token_file)).sandboxes()
     with pytest.raises(Unreachable, match="the CA file"):
         Client(endpoint._replace(ca_file="/nonexistent")).sandboxes()
     with pytest.raises(Unreachable, match="no TLS"), socket.create_server(("127.0.0.1", 0)) as plain:
