@@ -139,8 +139,25 @@ def misuse(name: str, usage: str, argv: Sequence[str], fault: str, later: Sequen
         elif "-- CMD" in usage and "--" not in argv:
             what = "the command goes after `--`"
         else:
-            what = "an argument is missing, too many, or given twice"
+            what = _unfit(name, usage, ours)
     return f"{name}: {what}; see sandbox-cli {name} --help"
+
+
+def _unfit(name: str, usage: str, given: Sequence[str]) -> str:
+    """What is said of words that fit no line of the usage: the line they come closest to, where each is a form."""
+    what = "an argument is missing, too many, or given twice"
+    lines = usage.partition("Usage:\n")[2].partition("\n\n")[0].splitlines()
+    if any(line.startswith("    ") for line in lines):
+        return what
+    forms = [line.strip() for line in lines if "--help" not in line]
+    first = [re.sub(r" [\[A-Z].*", "", form.removeprefix(f"sandbox-cli {name}")) for form in forms]
+    verbs = [re.findall("[a-z]+", words) for words in first]
+    if len(forms) == 1:
+        return f"{what}: {forms[0]}"
+    for form, words in zip(forms, verbs, strict=True):
+        if set(words) & set(given[:1]):
+            return f"{what}: {form}"
+    return f"say what to do: {', '.join(words[0] for words in verbs)}"
 
 
 def _open_standard_streams() -> None:

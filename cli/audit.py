@@ -11,7 +11,7 @@ Whoever may write the files can write a chain anew. Keep the last hash that this
 that follows it says it as "prev" for as long as it is kept.
 
 Options:
-  --context=C    which sandboxd: `local` or unix:///path
+  --context=C    which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
   --json         print an object
   -h, --help     show this
 """
@@ -45,7 +45,8 @@ def main(args: dict[str, Any]) -> int:
     if not found.ok:
         show.note(f"the chain does not hold: {found.fault}")
         return 1
-    show.line(f"{found.lines} lines in {found.files} files, each follows from the one before")
+    a_line, a_file = ("line" if found.lines == 1 else "lines"), ("file" if found.files == 1 else "files")
+    show.line(f"{found.lines} {a_line} in {found.files} {a_file}, each follows from the one before")
     show.line(f"last hash: {found.last}")
     return 0
 

@@ -16,19 +16,23 @@ Options:
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.util import find_spec
 from typing import Any
 
 from cli import context
 from sandboxd.errors import SandboxError
+from sandboxd.termsafe import clean
 
 
 def main(args: dict[str, Any]) -> int:
     """Becomes pytest, so that signals and the exit code are its own."""
     suite = find_spec("conformance")
     if find_spec("pytest") is None or suite is None or not suite.submodule_search_locations:
-        raise SandboxError("conformance needs pytest beside sandbox-cli: pip install pytest")
+        raise SandboxError(f"conformance needs pytest beside sandbox-cli: {sys.executable} -m pip install pytest")
+    if args["--row"] and not re.fullmatch(r"C([1-9]|[1-4][0-9]|50)", args["--row"]):
+        raise SandboxError(f"--row {clean(args['--row'])}: a row is C1 to C50")
     endpoint = context.choose(args["--context"])
     command = [sys.executable, "-m", "pytest", suite.submodule_search_locations[0]]
     where = endpoint.client.endpoint

@@ -310,6 +310,7 @@ class _Workspace:
         return dirty + self._repo.notes
 
     def pack(self) -> None:
+        session.prepare(Path(context.config_dir()))
         self._bundle = bringback.bundle_head(self._repo)
 
     def send(self, client: Client, sandbox: Sandbox, where: str) -> None:

@@ -53,6 +53,17 @@ class Session:
 TYPES: dict[str, Any] = get_type_hints(Session)
 
 
+def prepare(config_dir: Path) -> None:
+    """Raises `SessionError` where `save` would: a run whose record could not be kept is not begun."""
+    path = config_dir / "sessions"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SessionError(f"{clean(str(path))} cannot be made: {error.strerror}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise SessionError(f"{clean(str(path))} cannot be written to by you; whose is it?")
+
+
 def save(config_dir: Path, session: Session) -> None:
     path = _path(config_dir, session.sandbox)
     try:
@@ -70,7 +81,7 @@ def save(config_dir: Path, session: Session) -> None:
                 os.unlink(temporary)
             raise
     except OSError as error:
-        raise SessionError(f"{clean(str(path))}: {error.strerror}") from None
+        raise SessionError(f"{clean(str(path))} cannot be written: {error.strerror}") from None
 
 
 def load(config_dir: Path, sandbox: str) -> Session | None:

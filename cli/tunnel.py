@@ -13,6 +13,7 @@ Options:
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import sys
@@ -58,7 +59,7 @@ def listen(port: int) -> socket.socket:
         return socket.create_server((HERE, port), backlog=ACCEPTED_AHEAD)
     except OSError as fault:
         raise SandboxError(
-            f"{HERE}:{port} cannot be listened on: {fault.strerror}; choose another with LOCAL:PORT"
+            f"{HERE}:{port} cannot be listened on: {os.strerror(fault.errno or 0)}; choose another with LOCAL:PORT"
         ) from None
 
 

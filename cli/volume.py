@@ -85,5 +85,5 @@ def _size(text: str | None) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and 0 < int(text) < MAX_SIZE_MIB):
-        raise SandboxError(f"--size {clean(text)}: not a number of MiB above 0")
+        raise SandboxError(f"--size {clean(text)}: not a number of MiB from 1 to {MAX_SIZE_MIB - 1}")
     return int(text)

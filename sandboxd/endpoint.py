@@ -98,8 +98,8 @@ class Endpoint(NamedTuple):
     def token_remedy(self) -> str:
         """What to do about a token that was refused."""
         if self.token_file:
-            return f"the token in {self.token_file} is not one of this server's"
-        return "SANDBOX_TOKEN_FILE names the file with the token"
+            return f"the one in {self.token_file} is none of them"
+        return "no token file was named (sandbox-cli: SANDBOX_TOKEN_FILE)"
 
 
 def read_token(path: str) -> str:

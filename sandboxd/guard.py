@@ -120,5 +120,5 @@ def check_token(headers: Headers, tokens: Tokens) -> int:
     if len(given) == 1 and (parts := _BEARER.match(given[0])):
         found = tokens.find(parts[1])
     if found is None:
-        raise Unauthorized("this needs the header Authorization: Bearer with a token of this server's --token-file")
+        raise Unauthorized("this needs one of the server's tokens, in the header Authorization: Bearer TOKEN")
     return found

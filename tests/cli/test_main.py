@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from docopt import docopt
 
-from cli import context, process, show, wording
+from cli import context, process, show, tunnel, wording
 from cli.__main__ import ALIASES, COMMANDS, LATER, misuse
 from cli.run import environment, plan
 from sandboxd.client import Client, Network, Process
@@ -38,7 +39,16 @@ SAID = [
     (("agent", "claude"), "agent is not built yet"),
     (("suspend", "x"), "suspend is not built yet"),
     (("kill",), "kill: name a sandbox"),
-    (("list", "extra"), "list: an argument is missing, too many"),
+    (("list", "extra"), "given twice: sandbox-cli list [--label=K=V]... [options]; see"),
+    (("volume",), "volume: say what to do: create, ls, rm; see sandbox-cli volume --help"),
+    (("volume", "delete", "v"), "volume: say what to do: create, ls, rm; see"),
+    (("volume", "rm"), "given twice: sandbox-cli volume rm [--context=C] NAME...; see"),
+    (("volume", "list", "extra"), "given twice: sandbox-cli volume (ls | list) [--context=C] [--json]; see"),
+    (("volume", "create", "--size", "99999999999", "v"), "--size 99999999999: not a number of MiB from 1 to 999999999"),
+    (("image", "fetch"), "image: say what to do: ls, pull, rm; see"),
+    (("audit", "check"), "given twice: sandbox-cli audit verify [options] [FILE...]; see"),
+    (("tunnel", "box"), "given twice: sandbox-cli tunnel [options] SANDBOX PORT; see"),
+    (("conformance", "--row", "C51"), "--row C51: a row is C1 to C50"),
     (("list", "--bogus"), "list: unknown option --bogus"),
     (("list", "--label"), "list: --label requires argument"),
     (("exec", "box", "ls"), "exec: the command goes after `--`"),
@@ -360,3 +370,10 @@ def test_list_starts_within_six_bare_interpreters(person: Person) -> None:
 
     ours = "import sys; from cli.__main__ import main; sys.exit(main(['list']))"
     assert best("-c", ours) < 6 * best("-c", "pass")
+
+
+def test_a_port_in_use_is_said_in_a_few_words() -> None:
+    with socket.create_server((tunnel.HERE, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SandboxError, match=rf"^127\.0\.0\.1:{port} cannot be listened on: Address already in use; "):
+            tunnel.listen(port)

@@ -83,5 +83,9 @@ def test_a_name_that_is_no_sandbox_id_is_no_path(name: str, tmp_path: Path) -> N
 
 def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "sessions").write_text("")
-    with pytest.raises(SessionError, match=r"sessions/sb-1\.json: "):
+    with pytest.raises(SessionError, match=r"sessions/sb-1\.json cannot be written: "):
         session.save(tmp_path, RECORD)
+    with pytest.raises(SessionError, match="sessions cannot be made: File exists"):
+        session.prepare(tmp_path)
+    session.prepare(tmp_path / "new")
+    assert stat.S_IMODE((tmp_path / "new/sessions").stat().st_mode) == 0o700
