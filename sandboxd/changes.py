@@ -13,7 +13,7 @@ import anyio
 from sandboxd import fields
 from sandboxd import policy as rules
 from sandboxd.audit import Audit
-from sandboxd.errors import Conflict, Internal, InvalidRequest, Unsupported
+from sandboxd.errors import Conflict, Internal, InvalidRequest
 from sandboxd.lifecycle import State
 from sandboxd.networks import Networks
 from sandboxd.policy import Policy
@@ -33,8 +33,8 @@ class Changes:
 
     async def make(self, live: Live, request: PatchRequest) -> SandboxRecord:
         """All of it, or nothing where a part is refused. A new network is in force when this returns."""
-        if request.network is not None and "network_policy_update" not in self._policy.capabilities:
-            raise Unsupported("this endpoint does not have the capability network_policy_update")
+        if request.network is not None:
+            rules.require("network_policy_update", self._policy)
         if all(getattr(request, name) is None for name in PatchRequest.__struct_fields__):
             raise InvalidRequest("nothing to change: network, name, labels or idle_timeout_secs")
         async with live.changing:

@@ -112,6 +112,12 @@ def without_network(policy: Policy) -> Policy:
     )
 
 
+def require(capability: str, policy: Policy) -> None:
+    """Of what a server may be without. `Unsupported` where this one is."""
+    if capability not in policy.capabilities:
+        raise Unsupported(f"this endpoint does not have the capability {capability}")
+
+
 def differences(asked: Policy, left: Policy) -> list[str]:
     """What a policy loses here, in words: a line for each key of the network part."""
     lost = []

@@ -6,23 +6,20 @@ import anyio.to_thread
 
 from sandboxd import policy as rules
 from sandboxd import wire
-from sandboxd.errors import Unsupported
 from sandboxd.events import Decision
 from sandboxd.routes.reply import Handler, Reply, Request, ok, timestamp
 from sandboxd.service import Service
 
 
 async def _events(service: Service, request: Request) -> Reply:
-    if "audit" not in service.policy.capabilities:
-        raise Unsupported("this endpoint does not have the capability audit")
+    rules.require("audit", service.policy)
     events, truncated = await service.events(request.path["ref"])
     # Of a busy sandbox these are megabytes.
     return await anyio.to_thread.run_sync(ok, wire.Events(events=events, truncated=truncated))
 
 
 async def _verify_audit(service: Service, _: Request) -> Reply:
-    if "audit" not in service.policy.capabilities:
-        raise Unsupported("this endpoint does not have the capability audit")
+    rules.require("audit", service.policy)
     found = await service.check_audit()
     return ok(
         wire.AuditCheck(

@@ -24,6 +24,7 @@ LISTINGS = 2
 log = logging.getLogger("sandboxd")
 _listings = anyio.CapacityLimiter(LISTINGS)
 
+
 async def _read_file(service: Service, request: Request) -> Reply:
     held = await service.read_file(request.path["ref"], request.one("path"))
     return Reply(200, held, RAW_TYPE, held.size)
@@ -116,6 +117,7 @@ async def _sized(service: Service, ref: str, body: Body) -> AsyncIterator[tuple[
         spare.flush()
         os.lseek(spare.fileno(), 0, os.SEEK_SET)
         yield size, _FileSource(spare.fileno())
+
 
 HANDLERS: dict[str, Handler] = {
     "read_file": _read_file,

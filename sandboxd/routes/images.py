@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+from sandboxd import policy as rules
 from sandboxd import wire
-from sandboxd.errors import InvalidRequest, Unsupported
+from sandboxd.errors import InvalidRequest
 from sandboxd.images import Status
 from sandboxd.routes.reply import Handler, Reply, Request, ok, read_json, timestamp
 from sandboxd.service import Service
 
 
 async def _images(service: Service, _: Request) -> Reply:
-    _require(service)
+    rules.require("images", service.policy)
     return ok(wire.Images(images=[_image(service, one) for one in service.images()]))
 
 
 async def _install(service: Service, request: Request) -> Reply:
     asked = await read_json(request, wire.ImageRequest)
-    _require(service)
+    rules.require("images", service.policy)
     if not asked.image:
         raise InvalidRequest("image: name the one to install")
     return ok(_image(service, service.install_image(asked.image)), 202)
 
 
 async def _delete(service: Service, request: Request) -> Reply:
-    _require(service)
+    rules.require("images", service.policy)
     image = request.one("image")
     if not image:
         raise InvalidRequest("the parameter image must name the one to remove")
     return ok(wire.ImageRemoved(image=image, freed_bytes=service.delete_image(image)))
-
-
-def _require(service: Service) -> None:
-    if "images" not in service.policy.capabilities:
-        raise Unsupported("this endpoint does not have the capability images")
 
 
 def _image(service: Service, one: Status) -> wire.Image:

@@ -30,6 +30,7 @@ from sandboxd.store import ProcessRecord
 
 STREAM_NAMES = {"o": "stdout", "E": "stderr"}
 
+
 async def _run(service: Service, request: Request) -> Reply:
     asked = await read_json(request, wire.ProcessRequest)
     try:
@@ -217,6 +218,7 @@ def _process(record: ProcessRecord) -> wire.Process:
         pid=record.pid, tty=record.tty, argv=record.argv, exit_code=record.exit_code,
         state="running" if record.exit_code is None else "exited", started_at=timestamp(record.started_at),
     )  # fmt: skip
+
 
 HANDLERS: dict[str, Handler] = {
     "run": _run,

@@ -24,6 +24,7 @@ JSON_TYPE = table.JSON_TYPE.encode()
 RAW_TYPE = table.RAW_TYPE.encode()
 LINES_TYPE = table.LINES_TYPE.encode()
 
+
 class ClientGone(Exception):
     """The client hung up: what it asked for stops, and nobody is answered."""
 

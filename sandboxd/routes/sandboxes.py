@@ -79,6 +79,7 @@ def _sandbox(record: SandboxRecord) -> wire.Sandbox:
 def _network(network: Network) -> wire.Network:
     return wire.Network(mode=network.mode, allow=network.allow, deny=network.deny, allow_tcp=network.allow_tcp)
 
+
 HANDLERS: dict[str, Handler] = {
     "health": _health,
     "capabilities": _capabilities,

@@ -109,7 +109,6 @@ LIES: dict[str, tuple[str, Lie]] = {
 }  # fmt: skip
 
 
-
 @pytest.fixture(scope="module")
 def rig(short_tmp: Path, worker_id: str) -> Iterator[Rig]:
     directory = short_tmp / f"liar-{worker_id}"

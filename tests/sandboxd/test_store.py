@@ -79,6 +79,7 @@ def test_the_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="newer sandboxd"):
         Store(tmp_path / "state.sqlite")
 
+
 S = "/v1/sandboxes"
 
 

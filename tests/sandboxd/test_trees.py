@@ -11,7 +11,7 @@ import pytest
 
 from sandboxd import trees
 
-DEEP = 5000
+DEEP = 1200
 """Levels: more than Python recurses, with a path far longer than PATH_MAX, and more than there are descriptors."""
 
 NOBODY = 65534
