@@ -36,7 +36,7 @@ from sandboxd.images import Images, Status
 from sandboxd.lifecycle import State, move
 from sandboxd.networks import Networks
 from sandboxd.node import Node, Resources
-from sandboxd.places import Places
+from sandboxd.places import MIN_FREE_MB, Places
 from sandboxd.policy import Policy, Spec
 from sandboxd.pools import Booted, Pools, Shape
 from sandboxd.pools import of as pools_of
@@ -376,9 +376,16 @@ class Service:
             finally:
                 connection.close()
 
-    def spare(self, ref: str) -> Path:
-        """A directory on the state's file system for a body whose size is not known beforehand."""
-        return self._places.machine(self._sandboxes.touched(ref).record.id)
+    @asynccontextmanager
+    async def spare(self, ref: str) -> AsyncIterator[Path]:
+        """A directory on the state's file system for a body whose size is not known beforehand; the sandbox, which
+        must run, is in use as long as the block lasts."""
+        async with self._sandboxes.using(ref) as live:
+            yield self._places.machine(live.record.id)
+
+    def require_room(self) -> None:
+        """For more of such a body."""
+        self._places.require_room(MIN_FREE_MB)
 
     # -- how
 

@@ -21,6 +21,9 @@ from sandboxd.service import Service
 LISTINGS = 2
 """Listings checked at once; each is up to 16 MiB of a guest's JSON."""
 
+SMALL_BYTES = 1 << 20
+"""Of a body that goes through a file: a larger one must leave room on the disk, or sandboxes would get I/O errors."""
+
 log = logging.getLogger("sandboxd")
 _listings = anyio.CapacityLimiter(LISTINGS)
 
@@ -109,14 +112,18 @@ async def _sized(service: Service, ref: str, body: Body) -> AsyncIterator[tuple[
     if body.declared is not None:
         yield body.declared, body
         return
-    with tempfile.TemporaryFile(dir=service.spare(ref)) as spare:
-        size = 0
-        while data := await body.receive():
-            spare.write(data)
-            size += len(data)
-        spare.flush()
-        os.lseek(spare.fileno(), 0, os.SEEK_SET)
-        yield size, _FileSource(spare.fileno())
+    async with service.spare(ref) as directory:
+        with tempfile.TemporaryFile(dir=directory) as spare:
+            size = 0
+            while data := await body.receive():
+                spare.write(data)
+                size += len(data)
+                if size > SMALL_BYTES:
+                    service.require_room()
+            spare.flush()
+            os.lseek(spare.fileno(), 0, os.SEEK_SET)
+            yield size, _FileSource(spare.fileno())
+
 
 
 HANDLERS: dict[str, Handler] = {

@@ -130,6 +130,34 @@ def test_a_machine_that_ends_by_itself_is_shown_terminated_and_its_disk_is_kept(
     assert list((other.state / "disks").iterdir()) == []
 
 
+def chunked(ref: str, pieces: int) -> bytes:
+    """A file for /tmp/x of so many times 64 KiB, whose size is not said beforehand."""
+    head = f"PUT {S}/{ref}/files?path=/tmp/x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += "Content-Type: application/octet-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head.encode() + (b"10000\r\n" + bytes(1 << 16) + b"\r\n") * pieces + b"0\r\n\r\n"
+
+
+def test_a_body_of_unknown_size_for_what_does_not_run(other: Rig) -> None:
+    ended = other.create()
+    other.call("DELETE", f"{S}/{ended}")
+    assert b" 409 " in other.raw(chunked(ended, 1))
+    assert b" 404 " in other.raw(chunked("nobody", 1))
+
+
+def test_a_daemon_without_descriptors_says_so_and_goes_on(place: Path) -> None:
+    with Rig(place, prefix=("prlimit", "--nofile=40:40")) as own:
+        refused = None
+        for number in range(40):
+            answer = own.call("POST", S, {"name": f"s{number}"})
+            if answer.status != 201:
+                refused = answer
+                break
+        assert refused is not None and refused.status == 503 and "no file descriptors" in refused.message
+        assert own.call("DELETE", f"{S}/s1").status == 204
+        assert own.run("s0", "true").exit_code == 0
+        own.create(name="again")
+
+
 def test_a_full_host_refuses_creates_and_ends_nothing(place: Path) -> None:
     if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160m", "none", str(place)]).returncode:
         pytest.skip("only root can mount a small file system")
@@ -144,6 +172,9 @@ def test_a_full_host_refuses_creates_and_ends_nothing(place: Path) -> None:
             for _ in range(20):
                 assert own.run("one", "true").exit_code == 0
             assert own.call("POST", S, {"disk_mb": 64}).code == "conflict"
+            for pieces in (1, 40):
+                said = own.raw(chunked("one", pieces))
+                assert b" 409 " in said and b"disk is full" in said
             assert own.call("DELETE", f"{S}/two").status == 204
             assert own.run("one", "true").exit_code == 0
             own.kill()
