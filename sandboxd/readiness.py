@@ -53,9 +53,11 @@ class AssetsState:
             return Status(DEFAULT_IMAGE, "installing")
         try:
             status = self._assets.image.stat()
+            # The file's own time is a fixed one, and a link to it would change that of its inode.
+            made_at = self._assets.image.parent.stat().st_mtime
         except FileNotFoundError:
             return Status(DEFAULT_IMAGE, "failed", error="its file is gone; restarting sandboxd makes it again")
-        return Status(DEFAULT_IMAGE, "installed", bytes=status.st_size, installed_at=status.st_ctime)
+        return Status(DEFAULT_IMAGE, "installed", bytes=status.st_size, installed_at=made_at)
 
     def get(self) -> Assets:
         if self._assets is None:

@@ -105,6 +105,10 @@ def test_a_create_installs_what_it_names_and_the_next_one_finds_it(warm: Rig, st
 def test_c29_the_default_image_stays_and_may_be_asked_for_again(warm: Rig) -> None:
     base = listed(warm)["sandbox-base"]
     assert (base["state"], base["default"], base["in_use"]) == ("installed", True, True)
+    file = warm.state / "assets" / "image"
+    os.link(file, warm.state / "link")
+    (warm.state / "link").unlink()
+    assert listed(warm)["sandbox-base"]["installed_at"] == base["installed_at"], "when it was made, not last linked to"
     assert (remove(warm, "sandbox-base").status, remove(warm, "sandbox-base").code) == (409, "conflict")
     assert (post(warm, "sandbox-base").status, post(warm, "sandbox-base").json["state"]) == (202, "installed")
     assert (remove(warm, "r.test/nothing:1").status, remove(warm, "r.test/nothing:1").code) == (404, "not_found")
