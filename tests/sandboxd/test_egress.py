@@ -302,7 +302,7 @@ def test_a_restart_keeps_what_is_permitted_and_narrows_the_rest(net: Rig) -> Non
     process = net.start_process("less", "sh", "-c", "while ! test -e /tmp/go; do sleep 0.05; done; echo on")
     net.kill()
     (net.directory / "policy.yaml").write_text(
-        "network: {default: {allow: [a.test, b.test], deny: [evil.test]}, may_allow: []}"
+        "network: {default: {allow: [a.test, b.test], deny: [evil.test]}, may_allow: [], may_allow_tcp: [git.test:22]}"
     )
     net.start()
     networks = {one["name"]: one["network"] for one in net.call("GET", S).json["sandboxes"]}
@@ -310,7 +310,7 @@ def test_a_restart_keeps_what_is_permitted_and_narrows_the_rest(net: Rig) -> Non
     assert networks == {
         "same": {"mode": "allowlist", "allow": ["a.test", "b.test"], "allow_tcp": ["git.test:22"]} | denied,
         "open": {"mode": "allowlist", "allow": ["a.test", "b.test"]} | denied,
-        "less": {"mode": "allowlist", "allow": ["b.test"], "allow_tcp": ["git.test:22"]} | denied,
+        "less": {"mode": "allowlist", "allow": ["b.test"]} | denied,
         "gone": {"mode": "none", "allow": None},
         "none": {"mode": "none", "allow": None},
         "taken": {"mode": "none", "allow": None},
