@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sandboxd import trees
+from sandboxd import trees, unixpath
 
 RUN_LIMIT = 8 << 20
 STREAM_LIMIT = 64 << 20
@@ -169,7 +169,7 @@ class Spool:
         try:
             stream.fd = os.open(path, flags, 0o600)
         except FileNotFoundError:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            unixpath.make_private(self.directory)
             stream.fd = os.open(path, flags, 0o600)
         except FileExistsError:
             # An earlier attempt at this offset made the file and could write nothing into it.

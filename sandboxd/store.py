@@ -136,9 +136,14 @@ class Store:
         self._owed: dict[tuple[str, int], tuple[str, tuple[Any, ...]]] = {}
         try:
             # Made by us first, so that SQLite never creates it with the wider mode of the umask.
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as fault:
             raise SetupError(f"the records in {path} cannot be used: {fault.strerror}") from None
+        mode = os.fstat(fd).st_mode
+        os.close(fd)
+        if mode & 0o077:
+            # They hold commands, and a command may hold a prompt. Who may have read them is not ours to forget.
+            raise SetupError(f"the records in {path} are open to others (mode {mode & 0o7777:04o}): chmod 600 {path}")
         self._db = sqlite3.connect(path, isolation_level=None)
         try:
             self._open()

@@ -107,7 +107,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.notify", ("sandboxd.termsafe",), ()),
     ("sandboxd.trees", (), ()),
     ("sandboxd.ext4", ("sandboxd.errors", "sandboxd.termsafe"), ("anyio",)),
-    ("sandboxd.spool", ("sandboxd.trees",), ()),
+    ("sandboxd.spool", ("sandboxd.trees", "sandboxd.unixpath"), ()),
     ("sandboxd.answers", ("sandboxd.errors",), ()),
     ("sandboxd.streams", ("sandboxd.answers", "sandboxd.unixhttp"), ()),
     ("sandboxd.tlsclient", (), ()),

@@ -365,6 +365,21 @@ def test_a_daemon_that_stops_leaves_its_sandboxes_unless_told_otherwise(place: P
         assert leftovers(rig) == []
 
 
+def test_nothing_of_the_state_is_open_to_others(place: Path) -> None:
+    """Wherever the state directory is, and whatever the daemon was given as its umask."""
+    (place / "state").mkdir(mode=0o755)
+    with Rig(place, prefix=("sh", "-c", 'umask 0; exec "$@"', "sh")) as rig:
+        sandbox = rig.create()
+        rig.output(rig.start_process(sandbox, "sh", "-c", "echo out; echo err >&2"))
+        assert rig.call("POST", "/v1/volumes", {"name": "v"}).status == 201
+        outputs = [path for path in (rig.state / "output").rglob("*") if path.is_file()]
+        assert len(outputs) == 2
+        # What the stand-in takes for assets is none of ours; the rest of `sandboxes` lies behind a closed door.
+        ours = [path for path in rig.state.iterdir() if path.name != "assets"]
+        ours += (rig.state / "output").rglob("*")
+        assert [str(path) for path in ours if path.stat().st_mode & 0o077] == []
+
+
 def test_one_daemon_per_state_directory_and_per_socket(own: Rig) -> None:
     def another(state: Path, path: Path) -> str:
         command = [sys.executable, "-m", "tests.sandboxd.fake_daemon", str(state), str(path)]

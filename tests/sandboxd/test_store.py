@@ -217,3 +217,15 @@ def test_a_sandbox_of_a_newer_daemon_is_left_alone_until_that_one_is_back(own: R
     own.start()
     assert own.call("POST", f"{process}/stdin?close=1", b"still here\n").status == 204
     assert own.output(process) == (b"still here\n", b"", 0)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o610])
+def test_records_that_others_may_read_are_refused_and_not_mended(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "state.sqlite"
+    Store(path).close()
+    path.chmod(mode)
+    with pytest.raises(SetupError, match=rf"open to others \(mode 0{mode:o}\): chmod 600 "):
+        Store(path)
+    assert path.stat().st_mode & 0o777 == mode
+    path.chmod(0o600)
+    Store(path).close()
