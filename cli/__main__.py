@@ -32,6 +32,7 @@ error of its own is one line on stderr and exit code 1.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -73,6 +74,7 @@ LATER = (
 )  # fmt: skip
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,6 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except BrokenPipeError:
         return _output_is_gone()
+    except OSError as fault:
+        if fault.errno not in FULL:
+            raise
+        _output_is_gone()
+        show.note(f"writing failed: {fault.strerror}")
+        return 1
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -177,7 +185,9 @@ def _open_standard_streams() -> None:
 def _flushed(code: int) -> int:
     try:
         sys.stdout.flush()
-    except OSError:
+    except OSError as fault:
+        if fault.errno in FULL:
+            raise
         return code or _output_is_gone()
     return code
 

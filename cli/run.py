@@ -366,6 +366,8 @@ def create(client: Client, asked: Create, status: Status) -> Sandbox:
         except (InvalidRequest, Conflict, NotFound, Refused) as error:
             raise SandboxError(wording.of_create(error.message)) from None
         except Unavailable as error:
+            if not error.message.startswith(wording.GETTING_READY):
+                raise
             now = time.monotonic()
             if error.message != said:
                 said, heard = error.message, now

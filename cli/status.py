@@ -18,7 +18,7 @@ class Status:
 
     def __init__(self) -> None:
         self._live = os.isatty(2) and os.environ.get("TERM") != "dumb"
-        self._said = ""
+        self._said = self._noted = ""
         # What is over within a second needs no words in a log.
         self._last = time.monotonic() + 1 - QUIET_S
 
@@ -26,8 +26,8 @@ class Status:
         text = clean(text)
         if self._live:
             show.error(f"\r\x1b[K{text[:LINE]}")
-        elif text != self._said and (now := time.monotonic()) - self._last >= QUIET_S:
-            self._last = now
+        elif text != self._noted and (now := time.monotonic()) - self._last >= QUIET_S:
+            self._last, self._noted = now, text
             show.note(text)
         self._said = text
 

@@ -24,6 +24,8 @@ FIELDS = {
 }
 _NO_VOLUME = re.compile(r"no such volume: (\S+)")
 _FIELD = re.compile(r"(network\.[a-z_]+)(?=[: \[])")
+GETTING_READY = "sandboxd is getting ready"
+"""What a 503 begins with that ends by itself; the others may take for ever."""
 NO_SANDBOX = "no such sandbox"
 NO_PROCESS = "no such process"
 ENDED = ("the sandbox is terminated", "the sandbox has ended")

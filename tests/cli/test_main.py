@@ -377,3 +377,12 @@ def test_a_port_in_use_is_said_in_a_few_words() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(SandboxError, match=rf"1:{port} cannot be listened on: Address already in use; "):
             tunnel.listen(port)
+
+
+@pytest.mark.parametrize("command", [("version",), ("help",), ("help", "run")], ids=" ".join)
+def test_output_that_cannot_be_written_is_one_line(command: tuple[str, ...]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cli", *command], stdout=full, stderr=subprocess.PIPE, cwd=ROOT, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, b"sandbox-cli: writing failed: No space left on device\n")

@@ -257,15 +257,27 @@ def test_a_signal_ends_the_command_and_its_work_still_comes_back(
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["Ctrl-C", "TERM", "HUP"])
 def test_a_signal_while_waiting_for_the_daemon(tmp_path: Path, sent: signal.Signals) -> None:
-    body = b'{"error":{"code":"unavailable","message":"image: 42 % 12 of 29 MiB"}}'
+    body = b'{"error":{"code":"unavailable","message":"sandboxd is getting ready: image, 42 %"}}'
     busy = b"HTTP/1.1 503 X\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     with serving(tmp_path / "s", [], [ReadRequest(), busy]) as server:
         process = Person(tmp_path, Path(server.path)).start("run", "--no-workspace", "--", "true")
-        wait(lambda: len(server.seen) > 2)
+        wait(lambda: len(server.seen) > 3)
         process.send_signal(sent)
         assert process.wait(10) == 128 + sent
         assert process.stderr is not None
-        assert b"Traceback" not in process.stderr.read()
+        said = process.stderr.read()
+        assert b"Traceback" not in said
+        assert said.count(b"waiting for sandboxd: sandboxd is getting ready: image, 42 %\n") == 1
+
+
+def test_what_will_not_pass_by_itself_is_not_waited_for(person: Person, rig: Rig) -> None:
+    client = Client(str(rig.socket))
+    client.cordon(True)
+    try:
+        done = person.run("run", "--no-workspace", "--", "true")
+    finally:
+        client.cordon(False)
+    assert (done.returncode, done.stderr) == (1, b"sandbox-cli: this node is cordoned: it takes no new sandboxes\n")
 
 
 def test_progress_while_the_daemon_gets_ready(tmp_path: Path) -> None:
