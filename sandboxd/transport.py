@@ -62,11 +62,13 @@ def _check(transport: Transport) -> None:
             continue
         if not transport.needs_token and address.loopback:
             raise SetupError(
-                f"--listen {address} needs --token-file: any local user could reach this port. "
+                f"--listen {address} needs --token-file or --token-dir: any local user could reach this port. "
                 "A unix socket is its owner's alone and needs no token: --listen unix:///path/to/sandboxd.sock"
             )
         if not transport.needs_token:
-            raise SetupError(f"--listen {address} needs --token-file: whoever reaches this port could use the API")
+            raise SetupError(
+                f"--listen {address} needs --token-file or --token-dir: whoever reaches this port could use the API"
+            )
         if not address.loopback and not transport.tls_cert:
             raise SetupError(
                 f"--listen {address} needs --tls-cert and --tls-key: it is reached over the network, "
