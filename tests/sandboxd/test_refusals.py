@@ -58,7 +58,8 @@ REFUSED = [
     pytest.param(["--listen", "[::1]:0"], r"any local user could reach this port", id="loopback of IPv6"),
     pytest.param(["--listen", "localhost:0"], r"any local user could reach this port", id="localhost"),
     pytest.param(
-        ["--listen", "192.0.2.1:0"], r"needs --token-file or --token-dir: whoever reaches", id="an address of the network"
+        ["--listen", "192.0.2.1:0"], r"needs --token-file or --token-dir: whoever reaches",
+        id="an address of the network",
     ),
     pytest.param(
         ["--listen", "unix:///{d}/s.sock", *TCP], r"any local user", id="a port without a token beside a unix socket"
