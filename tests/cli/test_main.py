@@ -49,6 +49,7 @@ SAID = [
     (("audit", "check"), "given twice: sandbox-cli audit verify [options] [FILE...]; see"),
     (("tunnel", "box"), "given twice: sandbox-cli tunnel [options] SANDBOX PORT; see"),
     (("conformance", "--row", "C51"), "--row C51: a row is C1 to C50"),
+    (("conformance", "--row", "C1", "--row", "x"), "--row x: a row is C1 to C50"),
     (("list", "--bogus"), "list: unknown option --bogus"),
     (("list", "--label"), "list: --label requires argument"),
     (("exec", "box", "ls"), "exec: the command goes after `--`"),
