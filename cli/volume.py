@@ -23,9 +23,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cli import context, show
+from cli import context, show, wording
 from sandboxd.client import Client, Mount
-from sandboxd.errors import NotFound, SandboxError
+from sandboxd.errors import Conflict, NotFound, SandboxError
 from sandboxd.termsafe import clean
 
 HEAD = ("NAME", "SIZE MIB", "ATTACHED TO", "CREATED")
@@ -77,6 +77,8 @@ def _remove(client: Client, names: Sequence[str]) -> int:
             client.delete_volume(name)
         except NotFound:
             raise SandboxError(f"no such volume: {clean(name)}; see sandbox-cli volume ls") from None
+        except Conflict as error:
+            raise SandboxError(wording.of_volume(error.message)) from None
         show.line(name)
     return 0
 

@@ -23,6 +23,7 @@ FIELDS = {
     "network.deny": "--deny",
 }
 _NO_VOLUME = re.compile(r"no such volume: (\S+)")
+_ATTACHED = re.compile(r"the volume \S+ is attached to (\S+?)(?: for (?:reading|writing);.*)?")
 _FIELD = re.compile(r"(network\.[a-z_]+)(?=[: \[])")
 GETTING_READY = "sandboxd is getting ready"
 """What a 503 begins with that ends by itself; the others may take for ever."""
@@ -49,11 +50,19 @@ def of_create(message: str) -> str:
         return f"a sandbox named {name} is running: choose another --name, or end it with: sandbox-cli kill {name}"
     if missing := _NO_VOLUME.fullmatch(message):
         return f"no volume named {missing[1]}: make it with: sandbox-cli volume create {missing[1]}"
+    if _ATTACHED.fullmatch(message):
+        return of_volume(message)
     limit = _LIMIT.fullmatch(message)
     if limit and limit[1] in LIMITS:
         flag, unit = LIMITS[limit[1]]
         return f"{flag} {limit[2]}{unit}"
     return _in_flags(message)
+
+
+def of_volume(message: str) -> str:
+    """For a request that wants a volume which somebody has."""
+    attached = _ATTACHED.fullmatch(message)
+    return f"{message}; wait for it, or end it with: sandbox-cli kill {attached[1]}" if attached else message
 
 
 def _in_flags(message: str) -> str:

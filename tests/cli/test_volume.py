@@ -69,6 +69,7 @@ def test_the_life_of_a_volume(person: Person) -> None:
     assert json.loads(person.run("volume", "list", "--json").stdout)[1]["attached_to"] == sandbox
     busy = person.run("volume", "rm", "cache", "tools")
     assert busy.returncode == 1 and f"attached to {sandbox}" in busy.stderr.decode()
+    assert busy.stderr.decode().endswith(f"; wait for it, or end it with: sandbox-cli kill {sandbox}\n")
     second = person.run("run", "--no-workspace", "--volume", "cache:/data:ro", "--", "true")
     assert second.returncode == 1 and "one writer or any number of readers" in second.stderr.decode()
     person.run("kill", "user")
@@ -81,7 +82,7 @@ def test_the_life_of_a_volume(person: Person) -> None:
     [
         (("volume", "rm", "nothing"), "no such volume: nothing; see sandbox-cli volume ls"),
         (("volume", "create", "Bad_Name"), "a volume's name must be"),
-        (("volume", "create", "--size", "4g", "x"), "--size 4g: not a number of MiB above 0"),
+        (("volume", "create", "--size", "4g", "x"), "--size 4g: not a number of MiB from 1 to 999999999"),
         (("volume",), "volume: "),
         (("run", "--volume", "data", "--", "ls"), "--volume data: it is NAME:/path"),
         (
