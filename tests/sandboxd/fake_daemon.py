@@ -121,8 +121,19 @@ class FakeBackend:
 
     def sweep(self, sandboxes: Path, known: frozenset[str]) -> None:
         for directory in sandboxes.iterdir():
-            if directory.name not in known and (pid := recorded(directory)) is not None:
+            if directory.name not in known and (pid := recorded(directory) or marked(directory)) is not None:
                 end(pid, os.pidfd_open(pid))
+
+
+def marked(directory: Path) -> int | None:
+    """The machine of a daemon that was killed before it had written down its pid."""
+    mark = os.fsencode(directory / "root")
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if mark in (entry / "cmdline").read_bytes().split(b"\0"):
+                    return os.getpgid(int(entry.name))
+    return None
 
 
 def launch(directory: Path) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from sandboxd.limits import Limits
-from tests.sandboxd.fake_daemon import ROOT
+from tests.sandboxd.fake_daemon import ROOT, launch
 from tests.sandboxd.rig import Rig
 
 S = "/v1/sandboxes"
@@ -378,6 +378,16 @@ def test_nothing_of_the_state_is_open_to_others(place: Path) -> None:
         ours = [path for path in rig.state.iterdir() if path.name != "assets"]
         ours += (rig.state / "output").rglob("*")
         assert [str(path) for path in ours if path.stat().st_mode & 0o077] == []
+
+
+def test_the_stand_in_too_ends_a_machine_that_nobody_wrote_down(own: Rig) -> None:
+    own.kill()
+    stray = own.state / "sandboxes" / "sbx_0000000000000000"
+    stray.mkdir()
+    launch(stray)
+    (stray / "vm.json").unlink()
+    own.start()
+    until("it has ended", lambda: leftovers(own) == [])
 
 
 def test_one_daemon_per_state_directory_and_per_socket(own: Rig) -> None:
