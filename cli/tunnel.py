@@ -17,9 +17,11 @@ import os
 import socket
 import struct
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
-from threading import Thread
-from typing import Any
+from threading import BoundedSemaphore, Thread
+from typing import Any, NoReturn
 
 from cli import context, show
 from sandboxd.client import Client, Tunnel
@@ -29,6 +31,9 @@ from sandboxd.termsafe import clean
 READ_BYTES = 64 * 1024
 HERE = "127.0.0.1"
 ACCEPTED_AHEAD = 64
+AT_ONCE = 100
+"""Connections: less than half of what a daemon gives one person, and a process has descriptors for."""
+PAUSE_S = 0.1
 
 
 def main(args: dict[str, Any]) -> int:
@@ -40,9 +45,29 @@ def main(args: dict[str, Any]) -> int:
     with listen(local) as listener:
         show.line(f"{HERE}:{listener.getsockname()[1]} leads to port {port} of {sandbox.name or sandbox.id}")
         sys.stdout.flush()
-        while True:
+        serve(listener, lambda accepted: carry(client, sandbox.id, port, accepted))
+
+
+def serve(listener: socket.socket, each: Callable[[socket.socket], None]) -> NoReturn:
+    """A thread for each connection, AT_ONCE of them; others wait in the kernel. Any local user can make them."""
+    room = BoundedSemaphore(AT_ONCE)
+
+    def one(accepted: socket.socket) -> None:
+        try:
+            each(accepted)
+        finally:
+            room.release()
+
+    while True:
+        room.acquire()
+        try:
             accepted, _ = listener.accept()
-            Thread(target=carry, args=(client, sandbox.id, port, accepted), daemon=True).start()
+        except OSError:
+            # Out of descriptors, or the client has left already.
+            room.release()
+            time.sleep(PAUSE_S)
+            continue
+        Thread(target=one, args=(accepted,), daemon=True).start()
 
 
 def ports(text: str) -> tuple[int, int]:

@@ -6,8 +6,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from threading import Thread
 
 import pytest
 
@@ -17,9 +19,9 @@ from tests.sandboxd.rig import ROOT, Rig
 
 
 @contextmanager
-def running(rig: Rig, ports: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def running(rig: Rig, ports: str, *prefix: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """The command, and where it listens."""
-    command = [sys.executable, "-m", "cli", "tunnel", f"--context=unix://{rig.socket}", "box", ports]
+    command = [*prefix, sys.executable, "-m", "cli", "tunnel", f"--context=unix://{rig.socket}", "box", ports]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
@@ -47,6 +49,45 @@ def test_a_connection_with_its_half_close(rig: Rig, box: str) -> None:
                 while piece := ours.recv(100):
                     said += piece
             assert (heard, said) == (b"request", b"answer")
+
+
+@pytest.mark.parametrize("files", [64, 1024], ids=["few descriptors", "usual"])
+def test_a_flood_of_connections_ends_nothing(rig: Rig, box: str, files: int) -> None:
+    """Any local user can make one."""
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as inside, ExitStack() as held:
+        Thread(target=echo, args=(inside,), daemon=True).start()
+        limit = ("prlimit", f"--nofile={files}:{files}")
+        with running(rig, f"0:{inside.getsockname()[1]}", *limit) as (process, port):
+            for _ in range(160):
+                sock = held.enter_context(socket.socket())
+                sock.setblocking(False)
+                sock.connect_ex(("127.0.0.1", port))
+            time.sleep(1)
+            assert len(connections(rig)) <= tunnel.AT_ONCE
+            held.close()
+            said = b""
+            deadline = time.monotonic() + 30
+            while said != b"after" and time.monotonic() < deadline:
+                # What is left of the flood may still take the descriptors of this one.
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as ours:
+                    ours.sendall(b"after")
+                    said = ours.recv(100)
+            assert said == b"after" and process.poll() is None
+
+
+def echo(inside: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            served, _ = inside.accept()
+            with served, suppress(OSError):
+                served.settimeout(5)
+                served.sendall(served.recv(100))
+
+
+def connections(rig: Rig) -> list[str]:
+    """Those that the daemon has accepted."""
+    with open("/proc/net/unix") as table:
+        return [line for line in table if line.rstrip().endswith(f" {rig.socket}") and line.split()[5] == "03"]
 
 
 def test_nobody_listens_inside_yet(rig: Rig, box: str) -> None:
