@@ -116,12 +116,13 @@ def listen(address: TcpAddress) -> socket.socket:
 
 
 async def serve(listener: socket.socket, exposition: Exposition) -> None:
-    """Until cancelled. More connections than MAX_CONNECTIONS wait their turn in the kernel."""
-    room = anyio.Semaphore(MAX_CONNECTIONS)
+    """Until cancelled. One connection more than MAX_CONNECTIONS takes the place of the oldest: who only holds
+    connections, and any local user can, keeps nobody out."""
+    room: list[anyio.CancelScope] = []
 
-    async def one(stream: anyio.abc.SocketStream) -> None:
+    async def one(stream: anyio.abc.SocketStream, scope: anyio.CancelScope) -> None:
         try:
-            with anyio.move_on_after(REQUEST_S):
+            with scope:
                 async with stream:
                     await _answer(stream, exposition)
         except (anyio.BrokenResourceError, anyio.EndOfStream, h11.ProtocolError):
@@ -129,17 +130,21 @@ async def serve(listener: socket.socket, exposition: Exposition) -> None:
         except Exception:
             log.exception("metrics could not be served")
         finally:
-            room.release()
+            if scope in room:
+                room.remove(scope)
 
     async with await anyio.abc.SocketListener.from_socket(listener) as accepting, anyio.create_task_group() as tasks:
         while True:
-            await room.acquire()
             try:
-                tasks.start_soon(one, await accepting.accept())
+                stream = await accepting.accept()
             except OSError as fault:
-                room.release()
                 log.error("a connection for metrics could not be accepted: %s", fault.strerror)
                 await anyio.sleep(0.1)
+                continue
+            if len(room) >= MAX_CONNECTIONS:
+                room.pop(0).cancel()
+            room.append(anyio.CancelScope(deadline=anyio.current_time() + REQUEST_S))
+            tasks.start_soon(one, stream, room[-1])
 
 
 async def _answer(stream: anyio.abc.SocketStream, exposition: Exposition) -> None:
