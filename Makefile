@@ -66,6 +66,7 @@ install: setup ## as root: install below PREFIX (/opt/sandbox-cli), with systemd
 	install -d -m 700 $(CONFIG)/sandboxd/tokens
 	test -e $(CONFIG)/sandboxd/policy.yaml || install -m 644 packaging/policy.yaml $(CONFIG)/sandboxd/policy.yaml
 	test -e $(CONFIG)/sandboxd/environment || install -m 644 packaging/environment $(CONFIG)/sandboxd/environment
+	@echo; echo "Installed. To start it:  systemctl daemon-reload && systemctl enable --now sandboxd"
 
 lint: $(VENV)/ready ## ruff and mypy (strict)
 	$(VENV)/bin/ruff check .
