@@ -282,8 +282,12 @@ static bool life_turn(struct clients *clients, struct life *life)
         return false;
     }
     for (ssize_t index = 0; index < count && exact(life); index++) {
-        if (bytes[index] != byte_at(life, life->received + (size_t)index)) {
+        size_t place = life->received + (size_t)index;
+        if (bytes[index] != byte_at(life, place)) {
             clients->wrong++;
+            fprintf(stderr, "'%c', byte %zu of %zu, %zu sent: %u and not %u; of %zd read here the first is %zu\n",
+                    life->manner, place, life->total, life->sent, bytes[index], byte_at(life, place), count,
+                    life->received);
             return false;
         }
     }
