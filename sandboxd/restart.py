@@ -38,6 +38,7 @@ from sandboxd.uids import Uids
 from sandboxd.vm.machine import Backend, Machine
 
 PAUSE_S = 1.0
+LONGEST_PAUSE_S = 10.0
 """Before a guest that was not reached is asked again."""
 
 log = logging.getLogger("sandboxd")
@@ -169,14 +170,16 @@ class Restart:
             self._store.put_done(live.record)
 
     async def _take_back(self, live: Live) -> None:
-        """Until the guest has answered: a silent one keeps its disk and is asked again."""
+        """Until the guest has answered: a silent one keeps its disk and is asked again, ever more seldom."""
+        pause_s = PAUSE_S
         while live.record.state is State.RUNNING:
             try:
                 self._speaks(live, await live.guest.wait_ready(BOOT_S))
                 taken, lost = await live.processes.take_back(live.guest)
             except (GuestGone, GuestProtocolError, GuestRefused) as fault:
                 log.warning("%s: its guest was not reached: %s; it is asked again", live.record.id, fault)
-                await anyio.sleep(PAUSE_S)
+                await anyio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             log.info("%s: taken back, %d processes attached again, %d lost", live.record.id, taken, lost)
             return
