@@ -425,7 +425,7 @@ def test_a_name_that_is_rebound_to_the_inside_is_not_dialled(guest: Guest, world
 def test_the_proxy_does_not_talk_to_itself(guest: Guest, world: World) -> None:
     world.names.set("rebound.test", place.HOST)
     try:
-        itself = stream(frames.HOST, 3128, get("rebound.test"), wait_s=2)
+        itself = stream(frames.HOST, 3128, get("rebound.test"), wait_s=15)
         told = guest.ask(*[itself] * 25, *[web(get("rebound.test"))] * 25)
     finally:
         world.names.set("rebound.test", place.PUBLIC)

@@ -90,7 +90,7 @@ def bad(rig: Rig, box: str) -> Iterator[Rig]:
 def things(rig: Rig) -> list[object]:
     """What a request could have made or ended."""
     found: list[object] = [
-        [one["id"], one["name"], one["state"], one.get("labels"), one["idle_timeout_secs"]]
+        [one["id"], one.get("name"), one["state"], one.get("labels"), one["idle_timeout_secs"]]
         for one in rig.call("GET", "/v1/sandboxes").json["sandboxes"]
     ]
     for path in ("/v1/volumes", "/v1/images"):

@@ -21,7 +21,9 @@ from tests.sandboxd.rig import ROOT, Rig
 @contextmanager
 def running(rig: Rig, ports: str, *prefix: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """The command, and where it listens."""
-    command = [*prefix, sys.executable, "-m", "cli", "tunnel", f"--context=unix://{rig.socket}", "box", ports]
+    # Whoever starts the tests in the background has them ignore the signal that ends the command.
+    command = [*prefix, "env", "--default-signal=INT", sys.executable, "-m", "cli", "tunnel"]
+    command += [f"--context=unix://{rig.socket}", "box", ports]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
@@ -30,7 +32,10 @@ def running(rig: Rig, ports: str, *prefix: str) -> Iterator[tuple[subprocess.Pop
             yield process, int(line.split()[0].rpartition(":")[2])
         finally:
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 130
+            try:
+                assert process.wait(20) == 130
+            finally:
+                process.kill()
 
 
 def test_a_connection_with_its_half_close(rig: Rig, box: str) -> None:

@@ -20,7 +20,7 @@ from typing import TypeVar
 import anyio
 import pytest
 
-from guestd import linux
+from guestd import linux, protocol
 from sandboxd.assets import prepare, store
 from sandboxd.errors import SetupError
 from sandboxd.guest import Guest
@@ -174,7 +174,7 @@ def test_the_guest_s_interface_reaches_the_host_s_side_of_its_link_and_ends_with
         # The machine has its own copy; while it lives, so does the tap.
         os.close(link.tap_fd)
         try:
-            guest = Guest(machine.vsock_path)
+            guest = Guest(machine.vsock_path, protocol.VERSION)
             await guest.wait_ready(BOOT_S)
             assert "LOWER_UP" in link.carrier()
             identity = {
