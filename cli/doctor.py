@@ -28,7 +28,7 @@ from threading import Thread
 from typing import Any
 
 from cli import context, githard, show, trial
-from cli.run import create
+from cli.running import create
 from cli.status import Status
 from sandboxd.client import Capabilities, Client, Create, Endpoint, Resources, Sandbox
 from sandboxd.errors import NotFound, SandboxError

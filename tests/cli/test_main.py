@@ -17,7 +17,9 @@ from docopt import docopt
 
 from cli import context, process, show, tunnel, wording
 from cli.__main__ import ALIASES, COMMANDS, LATER, misuse
-from cli.run import environment, plan
+from cli.config import Config
+from cli.plan import environment
+from cli.plan import of as plan_of
 from sandboxd.client import Client, Network, Process
 from sandboxd.errors import NotFound, SandboxError
 from tests.cli.person import Person
@@ -168,7 +170,7 @@ def parsed(*args: str) -> dict[str, Any]:
 
 def test_a_command_is_taken_as_it_is() -> None:
     words = ("git", "checkout", "--", "-la", "--name", "x", "")
-    asked = plan(parsed("--name", "n", "--", *words), {}, None)
+    asked = plan_of(parsed("--name", "n", "--", *words), Config(), {}, None)
     assert (asked.command, asked.create.name) == (words, "n")
 
 
@@ -185,7 +187,7 @@ def test_a_command_is_taken_as_it_is() -> None:
     ],
 )
 def test_flags_on_the_wire(args: tuple[str, ...], wire: dict[str, Any]) -> None:
-    body = plan(parsed(*args, "--", "x"), {}, None).create.body()
+    body = plan_of(parsed(*args, "--", "x"), Config(), {}, None).create.body()
     env = body.pop("env")
     assert body == wire
     assert env["GIT_AUTHOR_NAME"] == "sandbox"
@@ -208,10 +210,10 @@ def test_environment(given: list[str], env: dict[str, str]) -> None:
 
 def test_the_person_s_word_beats_ours() -> None:
     args = parsed("-e", "TZ=X", "-e", "GIT_AUTHOR_NAME=me", "--", "x")
-    env = plan(args, {}, "Europe/Berlin").create.env
+    env = plan_of(args, Config(), {}, "Europe/Berlin").create.env
     assert env is not None
     assert (env["TZ"], env["GIT_AUTHOR_NAME"], env["GIT_COMMITTER_NAME"]) == ("X", "me", "sandbox")
-    assert (plan(parsed("--", "x"), {}, "Europe/Berlin").create.env or {})["TZ"] == "Europe/Berlin"
+    assert (plan_of(parsed("--", "x"), Config(), {}, "Europe/Berlin").create.env or {})["TZ"] == "Europe/Berlin"
 
 
 @pytest.mark.parametrize(

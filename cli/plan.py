@@ -1,0 +1,130 @@
+"""What a run is asked to be: flags, settings and environment folded into one value, checked as far as this side can.
+
+In: docopt's arguments of `run` (an agent's run has the same ones), the settings in force, the environment. Out: a
+`Plan`, a plain value from which the run follows, or an error in the flags' words. Nothing is asked of a server here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cli import network, volume
+from cli.agents.table import Agent
+from cli.config import Config
+from sandboxd.client import Create
+from sandboxd.errors import SandboxError
+from sandboxd.termsafe import clean
+
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+ZONE = re.compile(r"[A-Za-z0-9_+-]+(?:/[A-Za-z0-9_+-]+)*")
+IDENTITY = {
+    "GIT_AUTHOR_NAME": "sandbox",
+    "GIT_AUTHOR_EMAIL": "sandbox@localhost",
+    "GIT_COMMITTER_NAME": "sandbox",
+    "GIT_COMMITTER_EMAIL": "sandbox@localhost",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run as it was asked for, checked as far as this side can.
+
+    `branch` is the name below refs/sandbox/ that its commits come back as; None for the sandbox's name, else its id.
+    """
+
+    command: tuple[str, ...]
+    create: Create
+    network: network.Wanted
+    project: Path | None
+    workspace: bool
+    bring_back: bool
+    keep: bool
+    detach: bool
+    context: str | None
+    json: bool
+    unset: tuple[str, ...] = ()
+    agent: Agent | None = None
+    branch: str | None = None
+
+
+def of(
+    args: Mapping[str, Any], settings: Config, environ: Mapping[str, str], zone: str | None, agent: Agent | None = None
+) -> Plan:
+    """From arguments to a plan; raises on what can be seen to be wrong from here."""
+    given = environment(args["--env"], environ)
+    unset = tuple(name for name in args["--env"] if "=" not in name and name not in environ)
+    create = Create(
+        name=args["--name"],
+        image=args["--image"],
+        cpus=_number("--cpus", args["--cpus"], float),
+        memory_mb=_number("--memory", args["--memory"], int),
+        disk_mb=_number("--disk", args["--disk"], int),
+        idle_timeout_secs=_number("--idle", args["--idle"], int),
+        env=IDENTITY | ({"TZ": zone} if zone else {}) | given,
+        labels=_labels(args["--label"]),
+        volumes=volume.given(args["--volume"]),
+    )
+    return Plan(
+        command=tuple(args["CMD"]),
+        create=create,
+        network=network.wanted(args),
+        project=Path(args["--project"]) if args["--project"] else None,
+        workspace=not args["--no-workspace"],
+        bring_back=not args["--no-bring-back"],
+        keep=args["--keep"],
+        detach=args["--detach"],
+        context=args["--context"],
+        json=args["--json"],
+        unset=unset,
+        agent=agent,
+    )
+
+
+def environment(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """`-e` values: K=V as it is, K with the value it has here, nothing for a K that is not set."""
+    found: dict[str, str] = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not ENV_NAME.fullmatch(name):
+            raise SandboxError(f"-e {clean(name)}: not a variable's name")
+        if equals:
+            found[name] = value
+        elif name in environ:
+            found[name] = environ[name]
+    return found
+
+
+def _number(flag: str, text: str | None, kind: type[int] | type[float]) -> Any:
+    if text is None:
+        return None
+    try:
+        value = kind(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < 1e9:
+        raise SandboxError(f"{flag} {clean(text)}: not a number above 0")
+    return value
+
+
+def _labels(given: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for pair in given:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise SandboxError(f"--label {clean(pair)}: it is KEY=VALUE")
+        found[key] = value
+    return found
+
+
+def zone() -> str | None:
+    """The name of this machine's time zone, where it has one."""
+    try:
+        _, found, name = os.readlink("/etc/localtime").partition("zoneinfo/")
+    except OSError:
+        return None
+    return name if found and ZONE.fullmatch(name) else None

@@ -1,0 +1,226 @@
+"""A run, in order: a sandbox is made, the repository goes in, the command runs, its commits come back.
+
+In: a `Plan`. Out: an `Outcome`, and what the person was told on the way. From the moment the command runs, nothing
+ends the sandbox by accident: it stays wherever its work could not be brought back.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Any, NoReturn
+
+from cli import context, network, show, stream, terminal, wording
+from cli.plan import Plan
+from cli.status import Status
+from cli.workspace import Workspace
+from sandboxd.client import Capabilities, Client, Create, Process, Sandbox
+from sandboxd.errors import Conflict, InvalidRequest, NotFound, Refused, SandboxError, Unavailable
+
+WAIT_FOR_READY_S = 3600.0
+WAIT_WITHOUT_NEWS_S = 900.0
+ASK_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended.
+
+    `code` is its exit code, `sandbox` the id. `commits` are those that came back: 0 where there were none, None where
+    nobody knows (nothing was to come back, it failed, or the command was left running).
+    """
+
+    code: int
+    sandbox: str
+    commits: int | None = None
+
+
+class Run:
+    """The steps of a run, in order."""
+
+    def __init__(self, asked: Plan) -> None:
+        self._plan = asked
+        self._repo = Workspace.of(asked) if asked.workspace else None
+        self._keep = asked.keep
+        self._sandbox_id = ""
+        self._ref = ""
+
+    def to_the_end(self) -> Outcome:
+        """Raises SandboxError where it cannot be begun, and then nothing is left of it."""
+        asked = self._plan
+        endpoint = context.choose(asked.context, context.STARTING_S)
+        client = endpoint.client
+        if endpoint.note:
+            show.note(endpoint.note)
+        wanted = asked.create
+        if self._repo or not asked.network.nothing or wanted.volumes:
+            offer = client.capabilities()
+            check_offer(offer, workspace=self._repo is not None, volumes=bool(wanted.volumes))
+            wanted = wanted._replace(network=network.of_run(asked.network, offer))
+        with Status() as status:
+            if self._repo:
+                status.say("packing HEAD")
+                self._repo.pack()
+            sandbox = create(client, wanted, status)
+        self._sandbox_id = sandbox.id
+        self._ref = asked.create.name or sandbox.id
+        try:
+            for note in self._notes():
+                show.note(note)
+            with Status() as status:
+                process = self._start(client, sandbox, status)
+            if asked.detach:
+                with suppress(Conflict):  # it has ended already
+                    client.write_stdin(sandbox.id, process.pid, b"", close=True)
+        except BaseException:
+            self._end(client)
+            raise
+        if asked.detach:
+            self._leave(sandbox, process)
+            return Outcome(0, sandbox.id)
+        return self._attached(client, process)
+
+    def _notes(self) -> Iterator[str]:
+        """What the person should know of a run that really happens."""
+        for name in self._plan.unset:
+            yield f"{name} is not set here: not passed on"
+        if self._repo:
+            yield from self._repo.notes
+        elif self._plan.workspace:
+            yield "not in a git repository: the sandbox's /workspace is empty"
+
+    def _start(self, client: Client, sandbox: Sandbox, status: Status) -> Process:
+        cwd = None
+        if self._repo:
+            status.say("cloning into the sandbox")
+            self._repo.send(client, sandbox, client.endpoint.address)
+            cwd = "/workspace"
+        status.say("starting the command")
+        tty = not self._plan.detach and terminal.is_ours()
+        env = terminal.environment() if tty else {}
+        size = terminal.size() if tty else None
+        return client.start(sandbox.id, self._plan.command, env=env, cwd=cwd, size=size)
+
+    def _leave(self, sandbox: Sandbox, process: Process) -> None:
+        if self._plan.json:
+            show.as_json({"sandbox": sandbox.id, "pid": process.pid})
+        else:
+            show.line(sandbox.id)
+        show.note(f"what it writes: sandbox-cli logs {self._ref}")
+        show.note(f"attach: sandbox-cli attach {self._ref}")
+        if self._repo and self._plan.bring_back:
+            show.note(f"bring its commits back: sandbox-cli bring-back {self._ref}")
+        show.note(f"end it: sandbox-cli kill {self._ref}")
+
+    def _attached(self, client: Client, process: Process) -> Outcome:
+        """Until the command ends, and what comes after. From here on nothing ends the sandbox by accident."""
+        sandbox = self._sandbox_id
+        try:
+            attachment = client.attach(sandbox, process.pid)
+            deliver = partial(client.signal, sandbox, process.pid)
+            code = stream.follow(attachment, deliver, tty=process.tty, role=stream.Role.OWNED)
+        except BaseException:
+            show.note(f"{self._ref} is left as it is; look at it with: sandbox-cli attach {self._ref}")
+            self._hint_bring_back()
+            raise
+        if code is None or code < 0:
+            show.note("the sandbox ended before the command did")
+            code = 1
+        result: dict[str, Any] = {"sandbox": sandbox, "exit_code": code}
+        try:
+            if self._repo and self._plan.bring_back:
+                result |= self._repo.bring_back(client, sandbox, self._left_behind)
+        except SandboxError as error:
+            self._keep = True
+            show.note(f"the commits could not be brought back: {error}")
+            self._hint_bring_back()
+            result["error"] = str(error)
+            code = code or 1
+        except BaseException:
+            self._keep = True
+            self._hint_bring_back()
+            raise
+        finally:
+            self._end(client)
+        if self._plan.json:
+            show.error(json.dumps(result) + "\n")
+        return Outcome(code, sandbox, result.get("commits"))
+
+    def _left_behind(self, left: Sequence[str]) -> None:
+        """Something would be lost with the sandbox: it stays until the person has seen to it."""
+        self._keep = True
+        for what in left:
+            show.note(f"still only in the sandbox: {what}")
+        show.note(f"so {self._ref} is kept until it has been idle for its time; look: {self._look()}")
+
+    def _look(self) -> str:
+        return f"sandbox-cli shell {self._ref}"
+
+    def _hint_bring_back(self) -> None:
+        if self._repo and self._plan.bring_back:
+            show.note(f"try again with: sandbox-cli bring-back {self._ref}")
+
+    def _end(self, client: Client) -> None:
+        if self._keep:
+            show.note(f"{self._ref} is kept; end it with: sandbox-cli kill {self._ref}")
+            return
+        try:
+            client.delete(self._sandbox_id)
+        except NotFound:
+            pass
+        except SandboxError as error:
+            show.note(f"{self._ref} could not be ended: {error}")
+            return
+        if self._repo:
+            self._repo.forget()
+
+
+def check_offer(offer: Capabilities, *, workspace: bool, volumes: bool) -> None:
+    """Raises on what this server has not got."""
+    if volumes and not offer.capabilities.get("volumes"):
+        raise SandboxError("this sandboxd has no volumes")
+    if workspace and not offer.capabilities.get("workspace_bundle"):
+        raise SandboxError("this sandboxd takes no repository: use --no-workspace, or another one")
+
+
+def create(client: Client, asked: Create, status: Status) -> Sandbox:
+    """A running sandbox; waits, with the server's progress shown, while the server gets ready."""
+    started = heard = time.monotonic()
+    said = ""
+    status.say("starting a sandbox")
+    while True:
+        try:
+            return client.create(asked)
+        except (InvalidRequest, Conflict, NotFound, Refused) as error:
+            raise SandboxError(wording.of_create(error.message)) from None
+        except Unavailable as error:
+            if not error.message.startswith(wording.GETTING_READY):
+                raise
+            now = time.monotonic()
+            if error.message != said:
+                said, heard = error.message, now
+            if now - started > WAIT_FOR_READY_S or now - heard > WAIT_WITHOUT_NEWS_S:
+                raise
+            status.say(f"waiting for sandboxd: {said}")
+            time.sleep(ASK_AGAIN_S)
+
+
+@contextmanager
+def signals_end_us() -> Iterator[None]:
+    """TERM and HUP unwind like Ctrl-C does, so that whatever was set up is taken down."""
+
+    def end(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
