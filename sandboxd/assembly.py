@@ -19,7 +19,7 @@ import anyio.to_thread
 
 from egress import network
 from egress.control import Event
-from sandboxd import fields, policy_file, registries
+from sandboxd import envnames, policy_file, registries
 from sandboxd import policy as rules
 from sandboxd.assets import apt, confined, oci, prepare
 from sandboxd.assets.prepare import Assets, Report
@@ -153,7 +153,7 @@ async def permitted(settings: Settings, chosen: Parts) -> tuple[Policy, Registri
 
 def images(settings: Settings, places: Places, policy: Policy) -> Images:
     ids = confined.ids(os.geteuid(), image_uids(settings.uid_base).start)
-    registry = oci.Registry(ids, settings.insecure_registries, fields.RESERVED_ENV, os.environ)
+    registry = oci.Registry(ids, settings.insecure_registries, envnames.RESERVED_ENV, os.environ)
     return Images(places.images, registry, ids, policy.limits.max_disk_mb << 20)
 
 

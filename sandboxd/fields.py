@@ -12,19 +12,12 @@ from collections.abc import Callable, Collection, Iterable
 
 from egress import policy as egress
 from sandboxd import wire
+from sandboxd.envnames import RESERVED_ENV
 from sandboxd.errors import InvalidRequest, Refused
 from sandboxd.store import Mount
 from sandboxd.wire import MountRequest
 
 HOME = "/sandbox/home"
-RESERVED_ENV = frozenset(
-    {
-        "SANDBOX_RUN_AS", "SANDBOX_EGRESS_ALLOW", "SANDBOX_INGRESS_PORTS", "SANDBOX_PROXY_PORT",
-        "SANDBOX_UMASK", "BASH_ENV", "ENV", "LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT", "SHELLOPTS",
-        "BASHOPTS", "PS4", "IFS", "GLOBIGNORE", "DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CERT_PATH",
-        "DOCKER_TLS_VERIFY", "DOCKER_CONTEXT",
-    }
-)  # fmt: skip
 
 
 def _whole(pattern: str) -> re.Pattern[str]:

@@ -10,30 +10,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import stat
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from sandboxd import fields
+from sandboxd import fields, plain_yaml
 from sandboxd import policy as rules
 from sandboxd.errors import InvalidRequest, SetupError
+from sandboxd.plain_yaml import Section
 from sandboxd.policy import MODES, Limits, Policy, PoolSize
 from sandboxd.store import Network
 from sandboxd.vm.machine import MAX_CPUS
 
 MAX_BYTES = 1 << 20
-MAX_DEPTH = 16
 MAX_POOL = 32
 MAX_LIMIT = (1 << 31) - 1
-_INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,15})\Z")
-_DECIMAL = re.compile(r"-?(?:0|[1-9][0-9]{0,15})\.[0-9]{1,15}\Z")
-_DOUBTFUL = re.compile(r"(?:y|n|yes|no|on|off)\Z|[-+]?0[0-9]+\Z", re.IGNORECASE)
-_CONSTANTS: dict[str, Any] = {"": None, "~": None, "null": None, "true": True, "false": False}
 
 
 def read(path: Path, built_in: Policy) -> Policy:
@@ -56,163 +49,11 @@ def read(path: Path, built_in: Policy) -> Policy:
 
 def parse(data: bytes, built_in: Policy, faults: list[str]) -> Policy:
     """What the text says; `faults` gets a line for each that was found, and the result is then of no use."""
-    if len(data) > MAX_BYTES:
-        faults.append("it is longer than 1 MiB")
-        return built_in
-    try:
-        tree = _Tree(data.decode(), faults).document()
-    except UnicodeDecodeError:
-        faults.append("it is not UTF-8")
-        return built_in
-    except yaml.YAMLError as fault:
-        mark = getattr(fault, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark is not None else ""
-        starred = getattr(fault, "context", None) == "while scanning an alias"
-        hint = "; what begins with * must be in quotes" if starred else ""
-        problem = getattr(fault, "problem", None) or "a character that may not stand"
-        faults.append(f"{where}it is not YAML: {problem}{hint}")
-        return built_in
-    return built_in if faults else _policy(_Section("", {} if tree is None else tree, faults), built_in)
+    tree = plain_yaml.document(data, MAX_BYTES, faults)
+    return built_in if faults else _policy(Section("", {} if tree is None else tree, faults), built_in)
 
 
-# -- YAML, without what is doubtful
-
-
-class _Tree:
-    """Parser events to mappings, lists, texts, numbers and truth values (the core schema of YAML 1.2, and less)."""
-
-    def __init__(self, text: str, faults: list[str]) -> None:
-        self._events: Iterator[Any] = yaml.parse(text, Loader=yaml.SafeLoader)
-        self._faults = faults
-
-    def document(self) -> Any:
-        value = None
-        documents = 0
-        for event in self._events:
-            if isinstance(event, yaml.DocumentStartEvent):
-                documents += 1
-                if documents == 2:
-                    self._fault(event, "", "a second document")
-                    break
-            elif isinstance(event, yaml.NodeEvent):
-                value = self._node(event, "", 0)
-        return value
-
-    def _node(self, event: Any, path: str, depth: int) -> Any:
-        if getattr(event, "anchor", None) is not None:
-            self._fault(event, path, "anchors and aliases are not read; what begins with * or & must be in quotes")
-        if getattr(event, "tag", None) is not None:
-            self._fault(event, path, "tags are not read")
-        if depth > MAX_DEPTH:
-            raise yaml.YAMLError("too deep")
-        if isinstance(event, yaml.MappingStartEvent):
-            return self._mapping(path, depth)
-        if isinstance(event, yaml.SequenceStartEvent):
-            items: list[Any] = []
-            while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
-                items.append(self._node(event, f"{path}[{len(items)}]", depth + 1))
-            return items
-        return self._scalar(event, path) if isinstance(event, yaml.ScalarEvent) else None
-
-    def _mapping(self, path: str, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
-            key = self._node(event, path, depth + 1)
-            name = key if isinstance(key, str) else "?"
-            place = f"{path}.{name}" if path else name
-            value = self._node(next(self._events), place, depth + 1)
-            if not isinstance(key, str):
-                self._fault(event, path, "a key that is not text")
-            elif key == "<<":
-                self._fault(event, path, "merge keys are not read")
-            elif key in found:
-                self._fault(event, place, "it stands twice")
-            else:
-                found[key] = value
-        return found
-
-    def _scalar(self, event: Any, path: str) -> Any:
-        text: str = event.value
-        if event.style is not None:
-            return text
-        if _DOUBTFUL.match(text):
-            self._fault(event, path, f"{text} is read as different things; write true or false, or put it in quotes")
-        if text in _CONSTANTS:
-            return _CONSTANTS[text]
-        if _INTEGER.match(text):
-            return int(text)
-        return float(text) if _DECIMAL.match(text) else text
-
-    def _fault(self, event: Any, path: str, what: str) -> None:
-        self._faults.append(f"line {event.start_mark.line + 1}: {_at(path)}{what}")
-
-
-# -- what it says
-
-
-@dataclass(slots=True)
-class _Section:
-    """A mapping whose keys are taken one by one; `done` faults those that nobody took."""
-
-    path: str
-    value: Any
-    faults: list[str]
-    known: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.value, dict):
-            self.fault("", "it must be a mapping")
-            self.value = {}
-        self.value = dict(self.value)
-
-    def fault(self, key: str, what: str) -> None:
-        place = ".".join(part for part in (self.path, key) if part)
-        self.faults.append(f"{_at(place)}{what}")
-
-    def section(self, key: str) -> _Section:
-        given = self._given(key)
-        path = f"{self.path}.{key}" if self.path else key
-        return _Section(path, {} if given is None else given, self.faults)
-
-    def take(self, key: str, default: Any, check: Callable[[Any], bool], what: str) -> Any:
-        """What stands there if `check` says so; the default where nothing does."""
-        value = self._given(key)
-        if value is None:
-            return default
-        if check(value):
-            return value
-        self.fault(key, f"it must be {what}")
-        return default
-
-    def names(self, key: str, normal: Callable[[str, list[str]], tuple[str, ...]]) -> tuple[str, ...] | None:
-        """A list of names in normal form; None where none is given. Each that is wrong is a fault of its own."""
-        given = self._given(key)
-        if given is None:
-            return None
-        if not isinstance(given, list):
-            self.fault(key, "it must be a list")
-            return None
-        found: set[str] = set()
-        for position, entry in enumerate(given):
-            if not isinstance(entry, str):
-                self.fault(f"{key}[{position}]", "it must be text")
-                continue
-            try:
-                found.update(normal(key, [entry]))
-            except InvalidRequest as fault:
-                self.fault(f"{key}[{position}]", fault.message.removeprefix(f"{key}: "))
-        return tuple(sorted(found))
-
-    def done(self) -> None:
-        for key in self.value:
-            self.fault(fields.printable(key)[1:-1], f"it is not known; known here: {', '.join(sorted(self.known))}")
-
-    def _given(self, key: str) -> Any:
-        self.known.append(key)
-        return self.value.pop(key, None)
-
-
-def _policy(root: _Section, built_in: Policy) -> Policy:
+def _policy(root: Section, built_in: Policy) -> Policy:
     if root.take("allow_bind", False, lambda value: isinstance(value, bool), "true or false"):
         root.fault("allow_bind", "bind is not built yet")
     built_in = _images(root, built_in)
@@ -224,7 +65,7 @@ def _policy(root: _Section, built_in: Policy) -> Policy:
     return policy
 
 
-def _images(root: _Section, built_in: Policy) -> Policy:
+def _images(root: Section, built_in: Policy) -> Policy:
     default = root.take("default_image", built_in.default_image, lambda value: isinstance(value, str), "an image")
     images = root.take(
         "images", None, lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
@@ -240,7 +81,7 @@ def _images(root: _Section, built_in: Policy) -> Policy:
     return replace(built_in, default_image=default, images=None if images is None else tuple(images))
 
 
-def _limits(section: _Section, built_in: Limits) -> Limits:
+def _limits(section: Section, built_in: Limits) -> Limits:
     # 0 is no limit for the two that are times of a sandbox.
     ranges = {
         "max_cpus": (1, MAX_CPUS),
@@ -257,7 +98,7 @@ def _limits(section: _Section, built_in: Limits) -> Limits:
     return Limits(**found)
 
 
-def _defaults(section: _Section, policy: Policy) -> Policy:
+def _defaults(section: Section, policy: Policy) -> Policy:
     limits = policy.limits
     # What is not written is looked at too: a limit may be below the built-in default.
     ranges: dict[str, tuple[Callable[[Any], bool], float, float]] = {
@@ -276,11 +117,11 @@ def _defaults(section: _Section, policy: Policy) -> Policy:
     return replace(policy, **found)
 
 
-def _pools(root: _Section, policy: Policy) -> tuple[PoolSize, ...]:
+def _pools(root: Section, policy: Policy) -> tuple[PoolSize, ...]:
     entries = root.take("pools", [], lambda value: isinstance(value, list), "a list")
     found: dict[str, PoolSize] = {}
     for position, entry in enumerate(entries):
-        section = _Section(f"pools[{position}]", entry, root.faults)
+        section = Section(f"pools[{position}]", entry, root.faults)
         sized = section.value.get("size") is not None
         image = section.take("image", "", lambda value: isinstance(value, str) and value != "", "an image")
         size = section.take("size", 0, _whole(1, MAX_POOL), f"a whole number from 1 to {MAX_POOL}")
@@ -300,7 +141,7 @@ def _pools(root: _Section, policy: Policy) -> tuple[PoolSize, ...]:
     return tuple(found.values())
 
 
-def _network(section: _Section, built_in: Policy) -> Policy:
+def _network(section: Section, built_in: Policy) -> Policy:
     mode_names = f"one of {', '.join(MODES)}"
     ceiling: str = section.take("ceiling", built_in.ceiling, lambda value: value in MODES, mode_names)
     may_allow = section.names("may_allow", _starred(fields.hosts))
@@ -321,7 +162,7 @@ def _network(section: _Section, built_in: Policy) -> Policy:
     return replace(policy, default_network=default)
 
 
-def _default_network(section: _Section, built_in: Network, ceiling: str) -> Network:
+def _default_network(section: Section, built_in: Network, ceiling: str) -> Network:
     # A stricter ceiling takes the built-in default down with it; one that is written must fit by itself.
     unsaid = min(built_in.mode, ceiling, key=MODES.index)
     before = len(section.faults)
@@ -357,7 +198,3 @@ def _whole(least: int, most: int = MAX_LIMIT) -> Callable[[Any], bool]:
 
 def _number(value: Any) -> bool:
     return type(value) in (int, float) and value > 0
-
-
-def _at(path: str) -> str:
-    return f"{path}: " if path else ""

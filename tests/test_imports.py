@@ -103,6 +103,8 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.unixhttp", (), ()),
     ("sandboxd.unixpath", (), ()),
     ("sandboxd.termsafe", (), ()),
+    ("sandboxd.envnames", (), ()),
+    ("sandboxd.plain_yaml", ("sandboxd.errors", "sandboxd.termsafe"), ("yaml",)),
     ("sandboxd.lifecycle", (), ()),
     ("sandboxd.notify", ("sandboxd.termsafe",), ()),
     ("sandboxd.trees", (), ()),
@@ -133,7 +135,11 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.store", ("sandboxd.errors", "sandboxd.lifecycle"), ("msgspec",)),
     ("sandboxd.volumes", ("sandboxd.errors", "sandboxd.ext4", "sandboxd.store"), ("anyio",)),
     ("sandboxd.skew", ("guestd.protocol",), ()),
-    ("sandboxd.fields", ("sandboxd.errors", "sandboxd.store", "sandboxd.wire", "egress.policy"), ()),
+    (
+        "sandboxd.fields",
+        ("sandboxd.envnames", "sandboxd.errors", "sandboxd.store", "sandboxd.wire", "egress.policy"),
+        (),
+    ),
     (
         "sandboxd.policy",
         (
@@ -146,10 +152,10 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "sandboxd.policy_file",
         (
-            "sandboxd.errors", "sandboxd.fields", "sandboxd.policy", "sandboxd.store", "sandboxd.vm.machine",
-            "egress.policy",
+            "sandboxd.errors", "sandboxd.fields", "sandboxd.plain_yaml", "sandboxd.policy", "sandboxd.store",
+            "sandboxd.vm.machine", "egress.policy",
         ),
-        ("yaml",),
+        (),
     ),
     ("sandboxd.node", ("sandboxd.errors",), ()),
     ("sandboxd.usage", ("sandboxd.vm.machine",), ()),

@@ -164,7 +164,7 @@ def test_what_it_says(text: str, expected: Policy) -> None:
         pytest.param("a: [", "line 1: it is not YAML", id="half a list"),
         pytest.param("a: \x01", "it is not YAML", id="a control character"),
         pytest.param(b"a: \xff", "it is not UTF-8", id="other bytes"),
-        pytest.param("x" * (1 << 20) + "y", "it is longer than 1 MiB", id="too long"),
+        pytest.param("x" * (1 << 20) + "y", "it is longer than 1024 KiB", id="too long"),
         pytest.param("[" * 5000, "it is not YAML", id="too deep"),
     ],
 )  # fmt: skip
