@@ -6,6 +6,8 @@ Usage:
 
 Commands:
   run [options] -- CMD...       make a sandbox, run a command in it, bring its commits back
+  agent NAME [ARGS...]          run a coding agent in a sandbox, and bring its commits back
+  agent ls                      list the agents, and whose login is saved
   exec SANDBOX -- CMD...        run a command in a running sandbox
   shell SANDBOX                 open a shell in a running sandbox
   attach SANDBOX                take part in a process of a sandbox
@@ -38,6 +40,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from docopt import DocoptExit, docopt
 
@@ -46,6 +49,8 @@ from sandboxd.errors import ApiError, SandboxError
 from sandboxd.termsafe import clean
 
 COMMANDS = {
+    "agent": "cli.agent",
+    "agent ls": "cli.agents.ls",
     "attach": "cli.attach",
     "audit": "cli.audit",
     "bring-back": "cli.collect",
@@ -68,7 +73,7 @@ COMMANDS = {
 }
 ALIASES = {"ls": "list"}
 LATER = (
-    "agent", "agent-run", "context", "gateway", "job", "mirror", "org", "recover",
+    "agent-run", "context", "gateway", "job", "mirror", "org", "recover",
     "resume", "secret", "service", "snapshot", "snapshot-schedule", "ssh", "ssh-access", "ssh-key", "studio",
     "suspend", "template", "whoami",
 )  # fmt: skip
@@ -99,21 +104,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     if argv[:1] == ["help"]:
-        argv = [*argv[1:2], "--help"]
+        argv = [*argv[1:3], "--help"]
     try:
         top = docopt(str(__doc__), argv=argv, options_first=True)
     except DocoptExit:
         raise SandboxError("which command? see sandbox-cli --help") from None
     asked, rest = ("version", []) if top["--version"] else (top["COMMAND"], top["ARGS"])
     name = ALIASES.get(asked, asked)
+    if rest and f"{name} {rest[0]}" in COMMANDS:
+        name, rest = f"{name} {rest[0]}", rest[1:]
     if name in LATER:
         raise SandboxError(f"{name} is not built yet in this version")
     if name not in COMMANDS:
         raise SandboxError(f"unknown command {clean(asked)!r}; see sandbox-cli --help")
     module = import_module(COMMANDS[name])
     usage = str(module.__doc__)
+    args: dict[str, Any]
     try:
-        args = docopt(usage, argv=[name, *rest])
+        as_they_are = getattr(module, "WORDS_AS_THEY_ARE", False)
+        args = {"WORDS": rest} if as_they_are else dict(docopt(usage, argv=[*name.split(), *rest]))
     except DocoptExit as error:
         later: Sequence[str] = getattr(module, "LATER", ())
         raise SandboxError(misuse(name, usage, rest, str(error), later)) from None

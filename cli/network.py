@@ -22,6 +22,15 @@ NO_NETWORK = (
     "a sandboxd that root starts does, unless --no-network or its policy forbids it"
 )
 
+_NO_AGENT = "an agent needs a network, and this sandboxd gives sandboxes none: its ceiling is none"
+_ROOT = "start one without --no-network, under a policy that permits one: sandboxd &"
+_OTHERS = (
+    "root's does. Start it: umask 077; openssl rand -hex 24 >~/.sandbox-token; "
+    "sudo install -m 600 ~/.sandbox-token /etc/sandbox-token; "
+    'sudo "$(command -v sandboxd)" --listen 127.0.0.1:7070 --token-file /etc/sandbox-token & '
+    "Then use it: export SANDBOX_CONTEXT=http://127.0.0.1:7070 SANDBOX_TOKEN_FILE=~/.sandbox-token"
+)
+
 
 class Wanted(NamedTuple):
     """The flags, checked as far as this side can. `mode` is None where none was named."""
@@ -57,8 +66,11 @@ def wanted(args: Mapping[str, Any]) -> Wanted:
     )  # fmt: skip
 
 
-def of_run(asked: Wanted, offer: Capabilities) -> NetworkRequest | None:
-    """For a sandbox to be made; None leaves it to the server."""
+def of_run(asked: Wanted, offer: Capabilities, also: Sequence[str] = ()) -> NetworkRequest | None:
+    """For a sandbox to be made; None leaves it to the server. `also` are names that its program needs: they are added
+    to an allowlist, whoever it comes from, and change nothing else."""
+    if also and asked.mode != "none" and (asked.mode or offer.network_default.mode) == "allowlist":
+        asked = asked._replace(allow=_joined(asked.allow, also))
     if asked.nothing:
         return None
     if asked.mode == "none":
@@ -77,6 +89,12 @@ def of_run(asked: Wanted, offer: Capabilities) -> NetworkRequest | None:
         why = "this sandboxd's own list is empty" if asked.baseline else "--no-baseline leaves the server's names out"
         raise SandboxError(f"the allowlist has no name in it: {why}; name hosts with --allow, or use --network none")
     return NetworkRequest(mode="allowlist", allow=allow, deny=deny, allow_tcp=allow_tcp)
+
+
+def for_agents(offer: Capabilities, uid: int) -> None:
+    """Raises where no agent could work, with what to do about it."""
+    if offer.network_ceiling == "none":
+        raise SandboxError(f"{_NO_AGENT}; {_OTHERS if uid else _ROOT}")
 
 
 def of_update(asked: Wanted, now: Network, offer: Capabilities) -> NetworkRequest | None:

@@ -35,6 +35,8 @@ class Plan:
     """A run as it was asked for, checked as far as this side can.
 
     `branch` is the name below refs/sandbox/ that its commits come back as; None for the sandbox's name, else its id.
+    `hosts` are names that an allowlist gets beside what was asked for: those the agent cannot work without, and none
+    where only names that were given are to be allowed.
     """
 
     command: tuple[str, ...]
@@ -49,6 +51,7 @@ class Plan:
     json: bool
     unset: tuple[str, ...] = ()
     agent: Agent | None = None
+    hosts: tuple[str, ...] = ()
     branch: str | None = None
 
 
@@ -57,6 +60,7 @@ def of(
 ) -> Plan:
     """From arguments to a plan; raises on what can be seen to be wrong from here."""
     given = environment(args["--env"], environ)
+    asked = network.wanted(args)
     unset = tuple(name for name in args["--env"] if "=" not in name and name not in environ)
     create = Create(
         name=args["--name"],
@@ -65,14 +69,14 @@ def of(
         memory_mb=_number("--memory", args["--memory"], int),
         disk_mb=_number("--disk", args["--disk"], int),
         idle_timeout_secs=_number("--idle", args["--idle"], int),
-        env=IDENTITY | ({"TZ": zone} if zone else {}) | given,
-        labels=_labels(args["--label"]),
+        env=IDENTITY | ({"TZ": zone} if zone else {}) | (agent_environment(agent, environ) if agent else {}) | given,
+        labels=_labels(args["--label"]) | ({"agent": agent.name} if agent else {}),
         volumes=volume.given(args["--volume"]),
     )
     return Plan(
         command=tuple(args["CMD"]),
         create=create,
-        network=network.wanted(args),
+        network=asked,
         project=Path(args["--project"]) if args["--project"] else None,
         workspace=not args["--no-workspace"],
         bring_back=not args["--no-bring-back"],
@@ -82,6 +86,7 @@ def of(
         json=args["--json"],
         unset=unset,
         agent=agent,
+        hosts=agent.hosts if agent and asked.baseline else (),
     )
 
 
@@ -97,6 +102,11 @@ def environment(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, s
         elif name in environ:
             found[name] = environ[name]
     return found
+
+
+def agent_environment(agent: Agent, environ: Mapping[str, str]) -> dict[str, str]:
+    """What an agent gets of the person's environment, and what it always gets."""
+    return {name: environ[name] for name in agent.env if name in environ} | dict(agent.forced)
 
 
 def _number(flag: str, text: str | None, kind: type[int] | type[float]) -> Any:

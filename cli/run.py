@@ -40,10 +40,15 @@ Options:
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
+from docopt import DocoptExit, docopt
+
 from cli import config, plan
+from cli.agents.table import Agent
 from cli.running import Run, signals_end_us
+from sandboxd.errors import SandboxError
 
 LATER = (
     "--bind", "--bind-read-only", "--checkpoint-every", "--config", "--fallback", "--from-snapshot", "--git",
@@ -52,7 +57,20 @@ LATER = (
 
 
 def main(args: dict[str, Any]) -> int:
+    return start(args)
+
+
+def parsed(flags: Sequence[str], command: Sequence[str]) -> dict[str, Any]:
+    """The arguments of a run from words that are flags of ours, and its command; raises where they do not fit."""
+    try:
+        return dict(docopt(str(__doc__), argv=["run", *flags, "--", "x"])) | {"CMD": list(command)}
+    except DocoptExit:
+        raise SandboxError("a flag is missing its value, or given twice; see sandbox-cli run --help") from None
+
+
+def start(args: dict[str, Any], agent: Agent | None = None) -> int:
+    """Settings and arguments become a plan, and the plan a run, whose exit code it returns."""
     project = config.directory(args["--project"])
-    asked = plan.of(args, config.load(os.environ, project), os.environ, plan.zone())
+    asked = plan.of(args, config.load(os.environ, project), os.environ, plan.zone(), agent)
     with signals_end_us():
         return Run(asked).to_the_end().code

@@ -7,6 +7,7 @@ ends the sandbox by accident: it stays wherever its work could not be brought ba
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -59,10 +60,12 @@ class Run:
         if endpoint.note:
             show.note(endpoint.note)
         wanted = asked.create
-        if self._repo or not asked.network.nothing or wanted.volumes:
+        if self._repo or not asked.network.nothing or wanted.volumes or asked.agent:
             offer = client.capabilities()
             check_offer(offer, workspace=self._repo is not None, volumes=bool(wanted.volumes))
-            wanted = wanted._replace(network=network.of_run(asked.network, offer))
+            if asked.agent:
+                network.for_agents(offer, os.geteuid())
+            wanted = wanted._replace(network=network.of_run(asked.network, offer, asked.hosts))
         with Status() as status:
             if self._repo:
                 status.say("packing HEAD")

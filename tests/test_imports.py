@@ -363,6 +363,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     ("cli.__main__", ("cli.*", "sandboxd.errors", "sandboxd.termsafe"), ("docopt",)),
+    ("cli.run", ("cli.*", "sandboxd.errors"), ("docopt",)),
     (
         "cli*",
         (

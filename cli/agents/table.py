@@ -20,12 +20,21 @@ class Npm(NamedTuple):
     version: str
 
 
-class Vendor(NamedTuple):
-    """Fetched from its vendor's own hosts. `unpinned` says why there is no version, where there is none."""
+class Script(NamedTuple):
+    """A vendor's own installer, with the variables it is told by. `unpinned` says why there is no version, where there
+    is none."""
 
     url: str
+    env: Mapping[str, str] = {}
     version: str = ""
     unpinned: str = ""
+
+
+class Release(NamedTuple):
+    """A program by itself, at an address for each machine as `uname -m` names it."""
+
+    urls: Mapping[str, str]
+    version: str
 
 
 class Agent(NamedTuple):
@@ -40,7 +49,7 @@ class Agent(NamedTuple):
 
     name: str
     binary: str
-    source: Npm | Vendor
+    source: Npm | Script | Release
     headless: tuple[str, ...] | None = None
     skip_permission: tuple[str, ...] = ()
     console: tuple[str, ...] = ()
@@ -103,17 +112,20 @@ AGENTS: dict[str, Agent] = {
         ),
         Agent(
             name="cursor", binary="cursor-agent",
-            source=Vendor("https://cursor.com/install", unpinned="its installer takes no version"),
+            source=Script("https://cursor.com/install", unpinned="its installer takes no version"),
             env=("CURSOR_API_KEY", "CURSOR_API_ENDPOINT"), forced={"NO_OPEN_BROWSER": "1"},
         ),
         Agent(
             name="devin", binary="devin",
-            source=Vendor("https://cli.devin.ai/install.sh", unpinned="its installer takes no version"),
+            source=Script("https://cli.devin.ai/install.sh", unpinned="its installer takes no version"),
             env=("DEVIN_API_KEY", "DEVIN_API_BASE_URL"),
         ),
         Agent(
             name="goose", binary="goose",
-            source=Vendor("https://github.com/block/goose/releases/download/stable/download_cli.sh", "1.45.0"),
+            source=Script(
+                "https://github.com/block/goose/releases/download/stable/download_cli.sh",
+                {"CONFIGURE": "false", "GOOSE_BIN_DIR": '"$HOME/.local/bin"', "GOOSE_VERSION": "v1.45.0"}, "1.45.0",
+            ),
             env=(
                 *_keys("ANTHROPIC", "OPENAI", "GOOGLE", "GROQ", "OPENROUTER"), "GOOSE_PROVIDER", "GOOSE_MODEL",
                 "GOOSE_FAST_MODEL", "GOOSE_MODE",
@@ -126,7 +138,13 @@ AGENTS: dict[str, Agent] = {
         ),
         Agent(
             name="openhands", binary="openhands",
-            source=Vendor("https://github.com/OpenHands/OpenHands-CLI/releases", "1.16.0"),
+            source=Release(
+                {
+                    machine: f"https://github.com/OpenHands/OpenHands-CLI/releases/download/1.16.0/openhands-linux-{name}"
+                    for machine, name in (("x86_64", "x86_64"), ("aarch64", "arm64"))
+                },
+                "1.16.0",
+            ),
             env=(
                 "LLM_API_KEY", "LLM_MODEL", "LLM_BASE_URL", "ANTHROPIC_API_KEY", "OPENAI_API_KEY",
                 "OPENHANDS_CLOUD_URL",

@@ -1,0 +1,46 @@
+"""Run a coding agent in a sandbox, on the repository around the current directory.
+
+Usage:
+  sandbox-cli agent NAME [--SANDBOX-FLAG...] [--] [ARGS...]
+
+NAME is one of those `sandbox-cli agent ls` lists. The long flags of `sandbox-cli run` that stand directly behind it are
+the sandbox's; from the first other word on, or from `--`, everything goes to the agent as it is:
+
+  sandbox-cli agent claude                                     in this terminal
+  sandbox-cli agent codex --name fix exec "make the tests pass"
+  sandbox-cli agent claude --profile prod --allow api.anthropic.com -- -p "make the tests pass"
+
+It runs as `run` runs a command: HEAD goes in, commits come back, the exit code is the agent's. Of your environment it
+gets the variables its vendor documents for keys and addresses, and what -e, or your configuration, names. The host its
+provider answers at is allowed by itself, but not under --profile prod. An agent the image does not carry is installed
+first.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from cli import run
+from cli.agents import start, wrapper
+from cli.agents.table import named
+from sandboxd.errors import SandboxError
+
+WORDS_AS_THEY_ARE = True
+"""Its words are not all ours: they are not parsed by the usage text."""
+
+
+def main(args: dict[str, Any]) -> int:
+    words = args["WORDS"]
+    if not words:
+        raise SandboxError("which agent? see sandbox-cli agent ls")
+    if words[0] in ("-h", "--help"):
+        sys.stdout.write(str(__doc__).strip() + "\n")
+        return 0
+    agent = named(words[0])
+    usage = str(run.__doc__)
+    given = wrapper.split(words[1:], wrapper.flags(usage), run.LATER)
+    if given.help:
+        sys.stdout.write(f"{str(__doc__).strip()}\n\nSandbox flags:\n{usage.partition('Options:')[2].strip(chr(10))}\n")
+        return 0
+    return run.start(run.parsed(given.flags, start.argv(agent, given.agents)), agent)

@@ -1,0 +1,51 @@
+"""Which words of an agent's command line are the sandbox's.
+
+In: the words after the agent's name, and the usage text of `run`, which is where the sandbox's flags are defined. Out:
+the leading run of known long flags with their values, and every word after it as it was given. Short flags, and words
+that only begin like a flag, are the agent's; `--` says that the rest is. Nothing is looked up by its meaning here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from sandboxd.errors import SandboxError
+
+_OPTION = re.compile(r"^  (?:-\w(?: [A-Z]+)?, )?(--[a-z][a-z-]*)(=[A-Z:]+)?(?=\s|$)", re.MULTILINE)
+
+
+class Words(NamedTuple):
+    """`help` says that the sandbox's own flags were asked for."""
+
+    flags: tuple[str, ...]
+    agents: tuple[str, ...]
+    help: bool = False
+
+
+def flags(usage: str) -> dict[str, bool]:
+    """The long flags of a usage text's options but --help, and whether each takes a value."""
+    found = _OPTION.findall(usage.partition("\nOptions:\n")[2])
+    return {name: bool(value) for name, value in found if name != "--help"}
+
+
+def split(words: Sequence[str], known: Mapping[str, bool], later: Collection[str] = ()) -> Words:
+    """Raises SandboxError for a flag of ours that lacks its value, has one too many, or is not there yet."""
+    position = 0
+    while position < len(words):
+        name, equals, _ = words[position].partition("=")
+        if words[position] == "--":
+            return Words(tuple(words[:position]), tuple(words[position + 1 :]))
+        if name == "--help" and not equals:
+            return Words(tuple(words[:position]), (), help=True)
+        if name in later:
+            raise SandboxError(f"agent: {name} is not built yet in this version")
+        if name not in known:
+            break
+        if equals and not known[name]:
+            raise SandboxError(f"agent: {name} takes no value")
+        position += 1 if equals or not known[name] else 2
+    if position > len(words):
+        raise SandboxError(f"agent: {words[-1]} needs a value")
+    return Words(tuple(words[:position]), tuple(words[position:]))
