@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from cli import bringback, context, repository, session, show
+from cli import bringback, context, place, repository, session, show
 from cli.bringback import Received
 from cli.gather import BRANCH, Gathered, gather
 from cli.repository import Repository
@@ -35,7 +35,7 @@ SHORT = 12
 
 
 def main(args: dict[str, Any]) -> int:
-    config = Path(context.config_dir())
+    config = Path(place.config_dir())
     record = session.load(config, args["SANDBOX"]) if session.SANDBOX_ID.fullmatch(args["SANDBOX"]) else None
     endpoint = context.choose(args["--context"] or (record.context if record else None))
     try:

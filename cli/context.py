@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from cli import show
+from cli.place import config_dir as config_dir
 from sandboxd import endpoint, unixhttp
 from sandboxd.client import Client
 from sandboxd.errors import SandboxError
@@ -45,12 +46,6 @@ class Refusal(NamedTuple):
 
 class _Nobody(SandboxError):
     """No sandboxd answers, and one that is starting would."""
-
-
-def config_dir() -> str:
-    """`$XDG_CONFIG_HOME/sandbox`, else `~/.config/sandbox`."""
-    base = os.environ.get("XDG_CONFIG_HOME", "")
-    return os.path.join(base if os.path.isabs(base) else os.path.expanduser("~/.config"), "sandbox")
 
 
 def local_sockets(uid: int, environ: Mapping[str, str]) -> list[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cli import context, session, show, wording
+from cli import context, place, session, show, wording
 from sandboxd.errors import ApiError, SandboxError
 
 ENDED = "terminated"
@@ -27,7 +27,7 @@ def main(args: dict[str, Any]) -> int:
             client.delete(sandbox.id)
         except ApiError as error:
             raise SandboxError(wording.about(error.message, ref)) from None
-        session.forget(Path(context.config_dir()), sandbox.id)
+        session.forget(Path(place.config_dir()), sandbox.id)
         if sandbox.state == ENDED:
             show.note(f"{ref} had already ended")
         show.line(ref)

@@ -11,10 +11,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sandboxd.client import Network, Sandbox
 from sandboxd.termsafe import clean
+
+if TYPE_CHECKING:  # a command that asks no server does not load what speaks to one
+    from sandboxd.client import Network, Sandbox
 
 CELL_LIMIT = 64
 PROGRAM = "sandbox-cli"

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from cli import bringback, collect, context, repository, session
+from cli import bringback, collect, place, repository, session
 from cli.gather import BRANCH
 from cli.plan import Plan
 from cli.repository import Repository
@@ -49,7 +49,7 @@ class Workspace:
         return dirty + self._repo.notes
 
     def pack(self) -> None:
-        session.prepare(Path(context.config_dir()))
+        session.prepare(Path(place.config_dir()))
         self._bundle = bringback.bundle_head(self._repo)
 
     def send(self, client: Client, sandbox: Sandbox, where: str) -> None:
@@ -67,7 +67,7 @@ class Workspace:
             agent=self._agent,
             started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
-        session.save(Path(context.config_dir()), self._record)
+        session.save(Path(place.config_dir()), self._record)
 
     def bring_back(
         self, client: Client, sandbox: str, left_behind: Callable[[Sequence[str]], None]
@@ -75,7 +75,7 @@ class Workspace:
         record = self._record
         assert record is not None
         gathered, received = collect.collect(client, sandbox, self._repo, record.base, record.branch)
-        session.save(Path(context.config_dir()), replace(record, brought_back=True))
+        session.save(Path(place.config_dir()), replace(record, brought_back=True))
         collect.tell(gathered, received, record.base)
         if gathered.left:
             left_behind(gathered.left)
@@ -84,4 +84,4 @@ class Workspace:
     def forget(self) -> None:
         """The sandbox is gone and with it all that the record was for."""
         if self._record is not None:
-            session.forget(Path(context.config_dir()), self._record.sandbox)
+            session.forget(Path(place.config_dir()), self._record.sandbox)
