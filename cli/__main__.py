@@ -23,6 +23,7 @@ Commands:
   kill SANDBOX...               end sandboxes and discard their disks
   image ls|pull|rm              images that sandboxes start from: list, fetch, remove
   volume create|ls|rm           disks that outlive sandboxes: make, list, delete
+  context add|ls|use|rm         name the sandboxds there are, choose the one to speak to
   doctor                        say what this machine and its sandboxd can do
   conformance                   hold a sandboxd against the specification of its API
   version                       print the version
@@ -55,6 +56,7 @@ COMMANDS = {
     "audit": "cli.audit",
     "bring-back": "cli.collect",
     "conformance": "cli.conformance",
+    "context": "cli.context_command",
     "doctor": "cli.doctor",
     "egress": "cli.egress",
     "events": "cli.events",
@@ -73,9 +75,8 @@ COMMANDS = {
 }
 ALIASES = {"ls": "list"}
 LATER = (
-    "agent-run", "context", "gateway", "job", "mirror", "org", "recover",
-    "resume", "secret", "service", "snapshot", "snapshot-schedule", "ssh", "ssh-access", "ssh-key", "studio",
-    "suspend", "template", "whoami",
+    "agent-run", "gateway", "job", "mirror", "org", "recover", "resume", "secret", "service", "snapshot",
+    "snapshot-schedule", "ssh", "ssh-access", "ssh-key", "studio", "suspend", "template", "whoami",
 )  # fmt: skip
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141

@@ -9,7 +9,7 @@ Detaching leaves the process running. Exits with the process's code when it ends
 
 Options:
   --pid=N        which process
-  --context=C    which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C    which sandboxd: the name of a context (see `context`), or an address
   -h, --help     show this
 """
 

@@ -11,7 +11,7 @@ Whoever may write the files can write a chain anew. Keep the last hash that this
 that follows it says it as "prev" for as long as it is kept.
 
 Options:
-  --context=C    which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C    which sandboxd: the name of a context (see `context`), or an address
   --json         print an object
   -h, --help     show this
 """

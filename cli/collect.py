@@ -8,7 +8,7 @@ repository is touched. Works as long as the sandbox runs.
 
 Options:
   --name=NAME    the name below refs/sandbox/ (default: the one the run was given, else the sandbox's id)
-  --context=C    which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C    which sandboxd: the name of a context (see `context`), or an address
                  (default: the one of the run)
   --json         print the result as an object
   -h, --help     show this

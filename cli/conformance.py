@@ -8,7 +8,7 @@ that the endpoint says it lacks. It makes up to about fifteen small sandboxes an
 nothing failed. More, and how to try another server: docs/conformance.md.
 
 Options:
-  --context=C    which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C    which sandboxd: the name of a context (see `context`), or an address
   --row=ROW      this row only, C1 to C50; may be given again
   -h, --help     show this
 """

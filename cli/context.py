@@ -1,9 +1,13 @@
 """Which sandboxd a command speaks to.
 
-In: `--context`, else `SANDBOX_CONTEXT`, else `local`: the person's own socket, then root's; or an address, for which
-`SANDBOX_TOKEN_FILE`, `SANDBOX_CA_FILE`, `SANDBOX_CERT_FILE` and `SANDBOX_KEY_FILE` name files. Out: an `Endpoint` with
-a `Client` for a socket that answered a connection and is served by the person or by root, or for a network address;
-or an error that says why there is none and how to start one. A daemon that was started a moment ago can be waited for.
+In: `--context`, else `SANDBOX_CONTEXT`, else the context that was chosen with `context use`. `local` is the person's
+own socket, then root's; another name is looked up in `contexts`; else it is an address, for which `SANDBOX_TOKEN_FILE`,
+`SANDBOX_CA_FILE`, `SANDBOX_CERT_FILE` and `SANDBOX_KEY_FILE` name files, and where those are not set the context that
+has this address: so the address in the record of a run is enough to find its sandboxd from another shell.
+
+Out: an `Endpoint` with a `Client` for a socket that answered a connection and is served by the person or by root, or
+for a network address; or an error that says why there is none and how to start one. A daemon that was started a moment
+ago can be waited for. A named context's token goes to its own address only; the environment's is not sent there.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from cli import show
+from cli import contexts, show
+from cli.contexts import LOCAL, Context
 from cli.place import config_dir as config_dir
 from sandboxd import endpoint, unixhttp
 from sandboxd.client import Client
@@ -25,7 +30,6 @@ CONNECT_S = 10.0
 STARTING_S = 5.0
 SAY_AFTER_S = 1.0
 ASK_AGAIN_S = 0.1
-FILES = ("token_file", "ca_file", "cert_file", "key_file")
 
 
 class Endpoint(NamedTuple):
@@ -75,30 +79,44 @@ def choose(asked: str | None, patience_s: float = 0.0) -> Endpoint:
 
 
 def _choose(asked: str | None) -> Endpoint:
-    name = asked or os.environ.get("SANDBOX_CONTEXT") or "local"
-    if name == "local":
+    name = asked or os.environ.get("SANDBOX_CONTEXT") or contexts.load(config_dir()).current
+    if name == LOCAL:
         return _local()
-    if name.startswith(("http://", "https://")):
-        return Endpoint(name, Client(_address(name)), "")
-    if not name.startswith("unix:///"):
+    if "://" not in name:
+        return _reach(name, contexts.load(config_dir()).get(name))
+    if not name.startswith(("unix:///", "http://", "https://")):
         raise SandboxError(
-            f"context {clean(name)}: neither `local` nor unix:///path/to/sandboxd.sock, http://127.0.0.1:PORT or "
-            "https://HOST:PORT"
+            f"context {clean(name)}: neither a context's name nor unix:///path/to/sandboxd.sock, "
+            "http://127.0.0.1:PORT or https://HOST:PORT"
         )
-    path = name.removeprefix("unix://")
-    if no := _refusal(path, by_name=True):
-        kind = _Nobody if no.absent else SandboxError
-        raise kind(f"no sandboxd at {clean(path)}: {no.why}")
-    return Endpoint(name, _client(path), "")
+    return _reach(name, _of_address(name))
 
 
-def _address(name: str) -> endpoint.Endpoint:
+def _of_address(address: str) -> Context:
+    files = {key: os.environ.get(f"SANDBOX_{key.upper()}", "") for key in contexts.FILES}
+    if not files["token_file"] and (known := contexts.load(config_dir()).at(address.rstrip("/"))):
+        return known
+    return Context(address, **files)
+
+
+def _reach(name: str, one: Context) -> Endpoint:
     """The files are looked at now, so that what is wrong with them is said before anything is tried."""
-    files = {key: os.environ.get(f"SANDBOX_{key.upper()}", "") for key in FILES}
-    if not files["token_file"]:
-        raise SandboxError(f"context {clean(name)}: SANDBOX_TOKEN_FILE must name the file that holds the token")
-    endpoint.read_token(files["token_file"])
-    return endpoint.Endpoint.of(name, **files)
+    if one.address.startswith("unix:///"):
+        path = one.address.removeprefix("unix://")
+        if no := _refusal(path, by_name=True):
+            kind = _Nobody if no.absent else SandboxError
+            raise kind(f"no sandboxd at {clean(path)}: {no.why}")
+        return Endpoint(name, Client(endpoint.Endpoint.of(one.address, token_file=one.token_file)), "")
+    if not one.token_file:
+        raise SandboxError(
+            f"context {clean(name)}: SANDBOX_TOKEN_FILE must name the file that holds the token, or a context with "
+            "this address: sandbox-cli context add --token-file FILE NAME ENDPOINT"
+        )
+    endpoint.read_token(one.token_file)
+    found = endpoint.Endpoint.of(
+        one.address, token_file=one.token_file, ca_file=one.ca_file, cert_file=one.cert_file, key_file=one.key_file
+    )
+    return Endpoint(name, Client(found), "")
 
 
 def _client(path: str) -> Client:

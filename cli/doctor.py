@@ -10,7 +10,7 @@ answers, or there is no trial.
 
 Options:
   --no-probe     start no virtual machine
-  --context=C    which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C    which sandboxd: the name of a context (see `context`), or an address
   --json         print one object, at the end
   -h, --help     show this
 """

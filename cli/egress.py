@@ -7,7 +7,7 @@ IN and OUT are bytes to and from the sandbox. The last line, where there is one,
 that a flag could allow, ready to be pasted behind `run` or `update`. `why ID` says more about one line.
 
 Options:
-  --context=C    which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C    which sandboxd: the name of a context (see `context`), or an address
   --json         print the API's object, with those flags as "flags"
   -h, --help     show this
 """

@@ -8,7 +8,7 @@ shown, how many arguments it had and a hash of them; no argument, no value of a 
 ever recorded.
 
 Options:
-  --context=C    which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C    which sandboxd: the name of a context (see `context`), or an address
   --json         print the API's objects, one on a line
   -h, --help     show this
 """

@@ -7,7 +7,7 @@ Ctrl-C goes to the command; the second time the command is killed.
 
 Options:
   -w DIR, --workdir=DIR   where to start it (default: /sandbox/home)
-  --context=C             which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C             which sandboxd: the name of a context (see `context`), or an address
   -h, --help              show this
 """
 

@@ -12,7 +12,7 @@ sandbox uses, and stops at the first failure.
 
 Options:
   --no-wait      return at once; `ls` says how far it is
-  --context=C    which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C    which sandboxd: the name of a context (see `context`), or an address
   --json         print the API's objects
   -h, --help     show this
 """

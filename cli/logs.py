@@ -8,7 +8,7 @@ Exits with 0 when the process has ended, whatever its own exit code.
 
 Options:
   --pid=N        which process
-  --context=C    which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C    which sandboxd: the name of a context (see `context`), or an address
   -h, --help     show this
 """
 

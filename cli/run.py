@@ -32,7 +32,7 @@ Options:
   --no-baseline       only the names given here, none of the server's own
   --volume=SPEC       NAME:/path mounts a volume there, NAME:/path:ro only to read; may be given again
   --label=KV          K=V, for `list --label`; may be given again
-  --context=C         which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C         which sandboxd: the name of a context (see `context`), or an address
   --json              print the result as an object: on stdout with --detach, else last on stderr
   -h, --help          show this
 """

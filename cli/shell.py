@@ -4,7 +4,7 @@ Usage:
   sandbox-cli shell [options] SANDBOX
 
 Options:
-  --context=C    which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C    which sandboxd: the name of a context (see `context`), or an address
   -h, --help     show this
 """
 

@@ -43,7 +43,9 @@ def as_json(value: Any) -> None:
 
 
 def cell(text: str) -> str:
-    """Text for a table's column: one safe piece, cut with a mark; `-` when there is none."""
+    """Text for a table's column: one safe piece, cut with a mark; `-` when there is none, a blank for a blank."""
+    if text == " ":
+        return text
     text = clean(text)
     return (text[: CELL_LIMIT - 1] + "…") if len(text) > CELL_LIMIT else text or "-"
 

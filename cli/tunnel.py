@@ -7,7 +7,7 @@ PORT is a port of the sandbox's own loopback address, or LOCAL:PORT to listen on
 free). Listens on 127.0.0.1 only, until Ctrl-C. A connection while nothing listens in the sandbox is reset, and said so.
 
 Options:
-  --context=C    which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C    which sandboxd: the name of a context (see `context`), or an address
   -h, --help     show this
 """
 

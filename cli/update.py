@@ -18,7 +18,7 @@ Options:
   --label=KV             K=V sets a label, K- removes it; may be given again
   --unlabel=KEY          removes a label; may be given again
   --idle=SECONDS         end it after this long with no process and no request; 0: never, where the server allows that
-  --context=C            which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C            which sandboxd: the name of a context (see `context`), or an address
   --json                 print the sandbox as the API's object
   -h, --help             show this
 """

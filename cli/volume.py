@@ -11,7 +11,7 @@ number may read it. `rm` deletes volumes with all that is in them, and stops at 
 
 Options:
   --size=MIB     how much it can hold, in MiB (default: the server's size of a sandbox's disk)
-  --context=C    which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C    which sandboxd: the name of a context (see `context`), or an address
   --json         print the API's objects
   -h, --help     show this
 """

@@ -7,7 +7,7 @@ Every refusal has an ID: it stands in the answer to a plain HTTP request, in san
 printed last can be pasted.
 
 Options:
-  --context=C    which sandboxd: `local`, unix:///path, http://127.0.0.1:PORT or https://HOST:PORT
+  --context=C    which sandboxd: the name of a context (see `context`), or an address
   --json         print the API's object
   -h, --help     show this
 """

@@ -362,6 +362,12 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("cli.*", "sandboxd.chain", "sandboxd.client", "sandboxd.errors", "sandboxd.generations", "sandboxd.termsafe"),
         (),
     ),
+    # Tries the files of an address before it keeps their names.
+    (
+        "cli.context_command",
+        ("cli.*", "sandboxd.endpoint", "sandboxd.errors", "sandboxd.termsafe", "sandboxd.tlsclient"),
+        (),
+    ),
     ("cli.__main__", ("cli.*", "sandboxd.errors", "sandboxd.termsafe"), ("docopt",)),
     ("cli.run", ("cli.*", "sandboxd.errors"), ("docopt",)),
     (

@@ -79,7 +79,7 @@ SAID = [
     (("run", "--label", "novalue", "--", "ls"), "--label novalue: it is KEY=VALUE"),
     (("list", "--context", "https://h:1"), "SANDBOX_TOKEN_FILE must name"),
     (("tunnel", "x", "0"), "not a port"),
-    (("run", "--context", "tcp://x:1", "--no-workspace", "--", "ls"), "context tcp://x:1: neither `local` nor"),
+    (("run", "--context", "tcp://x:1", "--no-workspace", "--", "ls"), "context tcp://x:1: neither a context's name"),
     (("help", "bogus"), "unknown command 'bogus'"),
     (("run", "--project", "/proc", "--", "ls"), "--project /proc: not in a git repository"),
     (("list", "--context", "unix:///no/such"), "no sandboxd at /no/such: No such file or directory"),
