@@ -53,8 +53,7 @@ def wanted(args: Mapping[str, Any]) -> Wanted:
         raise SandboxError(f"--network {clean(given)}: it is none, allowlist or open")
     mode = MODES[given] if given else None
     for service in args["--allow-tcp"]:
-        port = _SERVICE.fullmatch(service)
-        if port is None or not 0 < int(port[1]) < 65536:
+        if not is_service(service):
             raise SandboxError(f"--allow-tcp {clean(service)}: it is HOST:PORT, with a port from 1 to 65535")
     if mode in ("none", "open"):
         for flag in ("--allow", "--allow-tcp", "--no-baseline"):
@@ -63,6 +62,34 @@ def wanted(args: Mapping[str, Any]) -> Wanted:
     return Wanted(
         mode=mode, allow=tuple(args["--allow"]), deny=tuple(args["--deny"]), allow_tcp=tuple(args["--allow-tcp"]),
         baseline=not args["--no-baseline"],
+    )  # fmt: skip
+
+
+def is_service(text: str) -> bool:
+    """Whether it is HOST:PORT."""
+    port = _SERVICE.fullmatch(text)
+    return port is not None and 0 < int(port[1]) < 65536
+
+
+def over(flags: Wanted, settings: Wanted) -> Wanted:
+    """The settings of files with the flags on top.
+
+    Names are added to, and naming one means an allowlist, but no name opens what a file closed altogether.
+    """
+    names = bool(flags.allow or flags.allow_tcp or not flags.baseline)
+    mode = flags.mode or settings.mode
+    if flags.mode is None and names and mode == "none":
+        raise SandboxError("the settings give this run no network, so a name opens none: add --network allowlist")
+    if flags.mode is None and names and mode == "open":
+        mode = "allowlist"
+    if mode == "none":
+        return Wanted(mode="none")
+    deny = _joined(settings.deny, flags.deny)
+    if mode == "open":
+        return Wanted(mode="open", deny=deny)
+    return Wanted(
+        mode=mode, allow=_joined(settings.allow, flags.allow), deny=deny,
+        allow_tcp=_joined(settings.allow_tcp, flags.allow_tcp), baseline=settings.baseline and flags.baseline,
     )  # fmt: skip
 
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cli import network, volume
+from cli import network, profile, secrets, volume
 from cli.agents.table import Agent
-from cli.config import Config
+from cli.config import Config, Secret
 from sandboxd.client import Create
+from sandboxd.envnames import RESERVED_ENV
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
 
@@ -37,6 +38,8 @@ class Plan:
     `branch` is the name below refs/sandbox/ that its commits come back as; None for the sandbox's name, else its id.
     `hosts` are names that an allowlist gets beside what was asked for: those the agent cannot work without, and none
     where only names that were given are to be allowed.
+    `secrets` are fetched when the sandbox is made; `persist_auth` says whether an agent's login may be kept; `notes`
+    are for the person once the run really happens.
     """
 
     command: tuple[str, ...]
@@ -53,6 +56,10 @@ class Plan:
     agent: Agent | None = None
     hosts: tuple[str, ...] = ()
     branch: str | None = None
+    secrets: tuple[Secret, ...] = ()
+    profile: str = profile.DEFAULT
+    persist_auth: bool = True
+    notes: tuple[str, ...] = ()
 
 
 def of(
@@ -60,23 +67,31 @@ def of(
 ) -> Plan:
     """From arguments to a plan; raises on what can be seen to be wrong from here."""
     given = environment(args["--env"], environ)
-    asked = network.wanted(args)
     unset = tuple(name for name in args["--env"] if "=" not in name and name not in environ)
+    # An agent's own variables and the flags are the person's word of the moment, files are of some time before.
+    given = (agent_environment(agent, environ) if agent else {}) | given
+    wanted = network.over(network.wanted(args), _network(settings))
+    persist_auth = settings.persist_auth is not False and not args["--no-persist-auth"]
+    flagged = {"mode"} if args["--network"] else set()
+    origin = {key: file for key, file in settings.origin.items() if key not in flagged}
+    profile.check(settings.profile, wanted, persist_auth, origin)
+    needed = tuple(one for one in settings.secrets if one.name not in given)
+    secrets.check(needed, environ)
     create = Create(
         name=args["--name"],
-        image=args["--image"],
+        image=args["--image"] or settings.image,
         cpus=_number("--cpus", args["--cpus"], float),
         memory_mb=_number("--memory", args["--memory"], int),
         disk_mb=_number("--disk", args["--disk"], int),
         idle_timeout_secs=_number("--idle", args["--idle"], int),
-        env=IDENTITY | ({"TZ": zone} if zone else {}) | (agent_environment(agent, environ) if agent else {}) | given,
+        env=IDENTITY | ({"TZ": zone} if zone else {}) | _from_files(settings, environ) | given,
         labels=_labels(args["--label"]) | ({"agent": agent.name} if agent else {}),
         volumes=volume.given(args["--volume"]),
     )
     return Plan(
         command=tuple(args["CMD"]),
         create=create,
-        network=asked,
+        network=wanted,
         project=Path(args["--project"]) if args["--project"] else None,
         workspace=not args["--no-workspace"],
         bring_back=not args["--no-bring-back"],
@@ -86,8 +101,30 @@ def of(
         json=args["--json"],
         unset=unset,
         agent=agent,
-        hosts=agent.hosts if agent and asked.baseline else (),
+        hosts=agent.hosts if agent and wanted.baseline else (),
+        secrets=needed,
+        profile=settings.profile,
+        persist_auth=persist_auth,
+        notes=(*settings.notes, *_beaten(settings, given)),
     )
+
+
+def _from_files(settings: Config, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that settings give or forward; their secrets are not fetched yet."""
+    forwarded = {name: environ[name] for name in settings.env_allow if name in environ}
+    return {**settings.env, **forwarded}
+
+
+def _beaten(settings: Config, given: Mapping[str, str]) -> tuple[str, ...]:
+    names = [one.name for one in settings.secrets if one.name in given]
+    return tuple(f"secret {name} is not fetched: the run has {name} already" for name in names)
+
+
+def _network(settings: Config) -> network.Wanted:
+    return network.Wanted(
+        mode=settings.mode, allow=settings.allow, deny=settings.deny, allow_tcp=settings.allow_tcp,
+        baseline=settings.baseline is not False,
+    )  # fmt: skip
 
 
 def environment(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -97,6 +134,8 @@ def environment(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, s
         name, equals, value = pair.partition("=")
         if not ENV_NAME.fullmatch(name):
             raise SandboxError(f"-e {clean(name)}: not a variable's name")
+        if name in RESERVED_ENV:
+            raise SandboxError(f"-e {name}: the name is reserved; set it in the command: env {name}=... CMD")
         if equals:
             found[name] = value
         elif name in environ:

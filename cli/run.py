@@ -17,6 +17,10 @@ Options:
   --keep              leave the sandbox running at the end
   -d, --detach        start the command, print the sandbox's id and leave
   -e KV, --env=KV     K=V, or K for the value it has here; may be given again
+  --profile=NAME      dev, or prod: only hosts that are named, none of the server's own, and no login is kept
+                      (default: what the settings say, else dev)
+  --config=FILE       settings to use instead of the project's .sandbox.yaml; unlike that, this file is trusted
+  --no-persist-auth   keep no login (of an agent; a command has none)
   --image=REF         the image to start from (default: the server's)
   --cpus=N            virtual processors
   --memory=MIB        memory in MiB
@@ -51,8 +55,8 @@ from cli.running import Run, signals_end_us
 from sandboxd.errors import SandboxError
 
 LATER = (
-    "--bind", "--bind-read-only", "--checkpoint-every", "--config", "--fallback", "--from-snapshot", "--git",
-    "--no-persist-auth", "--profile", "--snapshot-every", "--snapshot-keep", "--template",
+    "--bind", "--bind-read-only", "--checkpoint-every", "--fallback", "--from-snapshot", "--git",
+    "--snapshot-every", "--snapshot-keep", "--template",
 )  # fmt: skip
 
 
@@ -71,6 +75,7 @@ def parsed(flags: Sequence[str], command: Sequence[str]) -> dict[str, Any]:
 def start(args: dict[str, Any], agent: Agent | None = None) -> int:
     """Settings and arguments become a plan, and the plan a run, whose exit code it returns."""
     project = config.directory(args["--project"])
-    asked = plan.of(args, config.load(os.environ, project), os.environ, plan.zone(), agent)
+    settings = config.load(os.environ, project, args["--config"], args["--profile"])
+    asked = plan.of(args, settings, os.environ, plan.zone(), agent)
     with signals_end_us():
         return Run(asked).to_the_end().code

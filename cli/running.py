@@ -17,7 +17,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
-from cli import context, network, show, stream, terminal, wording
+from cli import context, network, secrets, show, stream, terminal, wording
 from cli.plan import Plan
 from cli.status import Status
 from cli.workspace import Workspace
@@ -66,15 +66,16 @@ class Run:
             if asked.agent:
                 network.for_agents(offer, os.geteuid())
             wanted = wanted._replace(network=network.of_run(asked.network, offer, asked.hosts))
+        values = secrets.fetch(asked.secrets, os.environ)
         with Status() as status:
             if self._repo:
                 status.say("packing HEAD")
                 self._repo.pack()
-            sandbox = create(client, wanted, status)
+            sandbox = create(client, wanted._replace(env={**(wanted.env or {}), **values.env}), status)
         self._sandbox_id = sandbox.id
         self._ref = asked.create.name or sandbox.id
         try:
-            for note in self._notes():
+            for note in (*self._notes(), *values.notes, *secrets.reach(asked.secrets, sandbox.network)):
                 show.note(note)
             with Status() as status:
                 process = self._start(client, sandbox, status)
@@ -91,6 +92,7 @@ class Run:
 
     def _notes(self) -> Iterator[str]:
         """What the person should know of a run that really happens."""
+        yield from self._plan.notes
         for name in self._plan.unset:
             yield f"{name} is not set here: not passed on"
         if self._repo:

@@ -84,7 +84,7 @@ class _Tree:
         found: dict[str, Any] = {}
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             key = self._node(event, path, depth + 1)
-            name = _shown(key) if isinstance(key, str) else "?"
+            name = shown(key) if isinstance(key, str) else "?"
             place = f"{path}.{name}" if path else name
             value = self._node(next(self._events), place, depth + 1)
             if not isinstance(key, str):
@@ -163,15 +163,15 @@ class Section:
 
     def done(self) -> None:
         for key in self.value:
-            self.fault(_shown(key), f"it is not known; known here: {', '.join(sorted(self.known))}")
+            self.fault(shown(key), f"it is not known; known here: {', '.join(sorted(self.known))}")
 
     def _given(self, key: str) -> Any:
         self.known.append(key)
         return self.value.pop(key, None)
 
 
-def _shown(key: str) -> str:
-    """A key inside a message."""
+def shown(key: str) -> str:
+    """A key as it stands in a message."""
     text = clean(key)
     return text if len(text) <= MAX_KEY_SHOWN else text[:MAX_KEY_SHOWN] + "…"
 

@@ -368,6 +368,13 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("cli.*", "sandboxd.endpoint", "sandboxd.errors", "sandboxd.termsafe", "sandboxd.tlsclient"),
         (),
     ),
+    (
+        "cli.config_file",
+        ("cli.*", "sandboxd.envnames", "sandboxd.errors", "sandboxd.plain_yaml", "sandboxd.termsafe"),
+        (),
+    ),
+    ("cli.plan", ("cli.*", "sandboxd.client", "sandboxd.envnames", "sandboxd.errors", "sandboxd.termsafe"), ()),
+    ("cli.secrets", ("cli.*", "sandboxd.client", "sandboxd.errors", "sandboxd.termsafe"), ("prctl",)),
     ("cli.__main__", ("cli.*", "sandboxd.errors", "sandboxd.termsafe"), ("docopt",)),
     ("cli.run", ("cli.*", "sandboxd.errors"), ("docopt",)),
     (
