@@ -75,13 +75,16 @@ class Received:
     replaced: str | None
 
 
-def check_name(name: str) -> None:
-    """A name under refs/sandbox/, possibly of several parts; raises BringBackError."""
+def check_name(name: str, *, ours: bool = False) -> None:
+    """A name under refs/sandbox/, possibly of several parts; raises BringBackError.
+
+    Names that begin with a reserved word are `ours` alone to choose.
+    """
     parts = name.split("/")
     wrong = None
     if not name or len(os.fsencode(name)) > NAME_BYTES:
         wrong = f"is empty or longer than {NAME_BYTES} bytes"
-    elif parts[0].casefold() in RESERVED:
+    elif parts[0].casefold() in RESERVED and not ours:
         wrong = "is reserved"
     elif name.startswith("-"):
         wrong = "starts with a dash"
@@ -116,8 +119,11 @@ def bundle_head(repo: Repository, limits: Limits = DEFAULT) -> tuple[IO[bytes], 
 def receive(
     repo: Repository, bundle: IO[bytes] | Path, base: str, name: str, limits: Limits = DEFAULT
 ) -> Received:
-    """Takes a returned bundle over as refs/sandbox/<name>; `base` is the commit that was sent."""
-    check_name(name)
+    """Takes a returned bundle over as refs/sandbox/<name>; `base` is the commit that was sent.
+
+    A person's own choice of a name is the caller's to check.
+    """
+    check_name(name, ours=True)
     deadline = time.monotonic() + limits.time_s
     with _opened(bundle) as fd:
         try:

@@ -53,8 +53,9 @@ def main(args: dict[str, Any]) -> int:
     repo = repository.discover(Path(record.repo))
     if repo is None:
         raise SandboxError(f"there is no repository at {clean(record.repo)} any more")
+    if args["--name"]:
+        bringback.check_name(args["--name"])
     name = args["--name"] or record.branch
-    bringback.check_name(name)
     gathered, received = collect(endpoint.client, sandbox.id, repo, record.base, name)
     session.save(config, replace(record, brought_back=True))
     if args["--json"]:

@@ -136,7 +136,9 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "update-ref": (),
     "version": (),
 }
-READS_ATTRIBUTES = frozenset({"check-attr"})  # answers what attributes say and starts nothing
+# check-attr answers what attributes say and starts nothing; a merge writes files as attributes say they are written
+# (line ends, encodings), and the drivers they name are blank.
+READS_ATTRIBUTES = frozenset({"check-attr", "merge"})
 
 STDERR_BYTES = 64 * 1024
 RESOURCES = {
@@ -192,6 +194,13 @@ class Output:
     message: str
 
 
+# For reflog entries of refs that are ours; a commit of the person's is made under their name.
+NOBODY: Mapping[str, str] = {
+    "GIT_AUTHOR_NAME": "sandbox",
+    "GIT_AUTHOR_EMAIL": "sandbox@localhost",
+    "GIT_COMMITTER_NAME": "sandbox",
+    "GIT_COMMITTER_EMAIL": "sandbox@localhost",
+}
 Argument = str | bytes | Path
 DEFAULT = Bounds()
 NOWHERE = Place(Path(NULL))
@@ -206,14 +215,18 @@ def run(
     bounds: Bounds = DEFAULT,
     accept: Sequence[int] = (0,),
     keep_fds: Sequence[int] = (),
+    settings: Sequence[tuple[str, str]] = (),
+    identity: Mapping[str, str] = NOBODY,
 ) -> Output:
     """Runs one git command; raises GitError for a status not in `accept`, and when a bound is reached.
 
-    `keep_fds` stay open in git, so that a lock outlives a caller who is killed while git still writes.
+    `keep_fds` stay open in git, so that a lock outlives a caller who is killed while git still writes. `settings` come
+    last; who calls answers for them. `identity` is whose name a commit bears, in the variables of git-commit-tree(1).
     """
     argv: list[Argument] = [binary(), "--no-pager", command, *COMMANDS[command], *arguments]
-    settings = [*FIXED, *overrides(config_names(place))]
-    environment = _environment(place, settings, command)
+    all_settings = [*FIXED, *overrides(config_names(place)), *settings]
+    environment = _environment(place, all_settings, command)
+    environment.update(identity)
     with _input(stdin) as source:
         return _start(place, command, argv, environment, source, stdout, bounds, accept, keep_fds)
 
@@ -260,7 +273,16 @@ def value_in(file: Path, key: str) -> str | None:
 
 def persons(key: str) -> list[str]:
     """Every value of `key` in the person's own configuration (system and global), which no git acts on."""
-    argv: list[Argument] = [binary(), "--no-pager", "config", "--includes", "-z", "--get-all", key]
+    return [os.fsdecode(value) for value in _of_person("--get-all", key)]
+
+
+def persons_names() -> list[bytes]:
+    """The name of every setting in the person's own configuration."""
+    return _of_person("--list", "--name-only")
+
+
+def _of_person(*asked: str) -> list[bytes]:
+    argv: list[Argument] = [binary(), "--no-pager", "config", "--includes", "-z", *asked]
     environment = _environment(NOWHERE, (), "config")
     for name in ("GIT_CONFIG_NOSYSTEM", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_GLOBAL"):
         del environment[name]
@@ -268,7 +290,7 @@ def persons(key: str) -> list[str]:
         environment["XDG_CONFIG_HOME"] = os.environ["XDG_CONFIG_HOME"]
     with _input(None) as source:
         answer = _start(NOWHERE, "config", argv, environment, source, None, Bounds(time_s=20), (0, 1), ())
-    return [os.fsdecode(value) for value in answer.stdout.split(b"\0")[:-1]]
+    return answer.stdout.split(b"\0")[:-1]
 
 
 def binary() -> str:
@@ -333,11 +355,7 @@ def _environment(place: Place, settings: Iterable[tuple[str, str]], command: str
         "GIT_EDITOR": "false",
         "GIT_SEQUENCE_EDITOR": "false",
         "GIT_MERGE_AUTOEDIT": "no",
-        # For reflog entries of refs that are ours; no command here writes a commit under this name.
-        "GIT_AUTHOR_NAME": "sandbox",
-        "GIT_AUTHOR_EMAIL": "sandbox@localhost",
-        "GIT_COMMITTER_NAME": "sandbox",
-        "GIT_COMMITTER_EMAIL": "sandbox@localhost",
+        **NOBODY,
     }
     if place.work_tree is not None:
         environment["GIT_WORK_TREE"] = str(place.work_tree)

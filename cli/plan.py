@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cli import network, profile, secrets, volume
 from cli.agents.table import Agent
@@ -31,6 +31,13 @@ IDENTITY = {
 }
 
 
+class Packed(NamedTuple):
+    """A commit of the repository that was HEAD, and a descriptor of the bundle that was made of it."""
+
+    commit: str
+    descriptor: int
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A run as it was asked for, checked as far as this side can.
@@ -39,7 +46,7 @@ class Plan:
     `hosts` are names that an allowlist gets beside what was asked for: those the agent cannot work without, and none
     where only names that were given are to be allowed.
     `secrets` are fetched when the sandbox is made; `persist_auth` says whether an agent's login may be kept; `notes`
-    are for the person once the run really happens.
+    are for the person once the run really happens. `packed` goes into the sandbox instead of what HEAD is now.
     """
 
     command: tuple[str, ...]
@@ -60,6 +67,7 @@ class Plan:
     profile: str = profile.DEFAULT
     persist_auth: bool = True
     notes: tuple[str, ...] = ()
+    packed: Packed | None = None
 
 
 def of(

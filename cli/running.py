@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,19 +34,25 @@ class Outcome:
     """How a run ended.
 
     `code` is its exit code, `sandbox` the id. `commits` are those that came back: 0 where there were none, None where
-    nobody knows (nothing was to come back, it failed, or the command was left running).
+    nobody knows (nothing was to come back, it failed, or the command was left running); `commit` is the last of them,
+    `error` why they did not. `died`: the sandbox ended before the command did.
     """
 
     code: int
     sandbox: str
     commits: int | None = None
+    commit: str | None = None
+    error: str | None = None
+    died: bool = False
 
 
 class Run:
     """The steps of a run, in order."""
 
-    def __init__(self, asked: Plan) -> None:
+    def __init__(self, asked: Plan, created: Callable[[str], None] | None = None) -> None:
+        """`created` is told the sandbox's id as soon as there is one."""
         self._plan = asked
+        self._created = created
         self._repo = Workspace.of(asked) if asked.workspace else None
         self._keep = asked.keep
         self._sandbox_id = ""
@@ -75,6 +81,8 @@ class Run:
         self._sandbox_id = sandbox.id
         self._ref = asked.create.name or sandbox.id
         try:
+            if self._created:
+                self._created(sandbox.id)
             for note in (*self._notes(), *values.notes, *secrets.reach(asked.secrets, sandbox.network)):
                 show.note(note)
             with Status() as status:
@@ -134,6 +142,7 @@ class Run:
             show.note(f"{self._ref} is left as it is; look at it with: sandbox-cli attach {self._ref}")
             self._hint_bring_back()
             raise
+        died = code is None or code < 0
         if code is None or code < 0:
             show.note("the sandbox ended before the command did")
             code = 1
@@ -155,7 +164,7 @@ class Run:
             self._end(client)
         if self._plan.json:
             show.error(json.dumps(result) + "\n")
-        return Outcome(code, sandbox, result.get("commits"))
+        return Outcome(code, sandbox, result.get("commits"), result.get("commit"), result.get("error"), died)
 
     def _left_behind(self, left: Sequence[str]) -> None:
         """Something would be lost with the sandbox: it stays until the person has seen to it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import IO, Any
 
 from cli import bringback, collect, place, repository, session
 from cli.gather import BRANCH
-from cli.plan import Plan
+from cli.plan import Packed, Plan
 from cli.repository import Repository
 from cli.session import Session
 from sandboxd.client import Client, Sandbox
@@ -24,10 +25,12 @@ PIECE_BYTES = 256 * 1024
 class Workspace:
     """The repository's way into a sandbox and back."""
 
-    def __init__(self, name: str | None, agent: str, repo: Repository) -> None:
+    def __init__(self, name: str | None, agent: str, repo: Repository, packed: Packed | None = None) -> None:
         self._name = name
         self._agent = agent
-        self._repo = repo
+        # What was packed earlier is clean, and its notes were made when that was done.
+        self._repo = replace(repo, head_commit=packed.commit, dirty=False, notes=()) if packed else repo
+        self._packed = packed
         self._bundle: tuple[IO[bytes], int] | None = None
         self._record: Session | None = None
 
@@ -41,7 +44,7 @@ class Workspace:
             return None
         if asked.branch is None and asked.create.name is not None:
             bringback.check_name(asked.create.name)
-        return cls(asked.branch or asked.create.name, asked.agent.name if asked.agent else "", repo)
+        return cls(asked.branch or asked.create.name, asked.agent.name if asked.agent else "", repo, asked.packed)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -50,7 +53,12 @@ class Workspace:
 
     def pack(self) -> None:
         session.prepare(Path(place.config_dir()))
-        self._bundle = bringback.bundle_head(self._repo)
+        if self._packed is None:
+            self._bundle = bringback.bundle_head(self._repo)
+        else:
+            # Opened anew, so that its position is ours alone.
+            bundle = open(f"/proc/self/fd/{self._packed.descriptor}", "rb")  # noqa: SIM115 - `send` closes it
+            self._bundle = bundle, os.fstat(bundle.fileno()).st_size
 
     def send(self, client: Client, sandbox: Sandbox, where: str) -> None:
         """Clone it in the sandbox, and write down what would be needed to bring it back."""

@@ -245,6 +245,7 @@ def test_partial_clones_are_known_by_their_settings(names: list[bytes], partial:
         ("sha1", "status", (2, 41), 40),
         ("sha256", "diff", (3, 0), 64),
         ("sha1", "check-attr", (2, 50), None),
+        ("sha1", "merge", (2, 50), None),
     ],
 )
 def test_attributes_are_read_from_an_empty_tree_where_git_can(
