@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from cli import context, network, secrets, show, stream, terminal, wording
+from cli.agents import login
 from cli.plan import Plan
 from cli.status import Status
 from cli.workspace import Workspace
@@ -114,6 +115,9 @@ class Run:
             status.say("cloning into the sandbox")
             self._repo.send(client, sandbox, client.endpoint.address)
             cwd = "/workspace"
+        if self._plan.agent and self._plan.persist_auth:
+            for note in login.restore(client, sandbox.id, self._plan.agent):
+                show.note(note)
         status.say("starting the command")
         tty = not self._plan.detach and terminal.is_ours()
         env = terminal.environment() if tty else {}
@@ -148,6 +152,9 @@ class Run:
             code = 1
         result: dict[str, Any] = {"sandbox": sandbox, "exit_code": code}
         try:
+            if self._plan.agent and self._plan.persist_auth:
+                for note in login.save(client, sandbox, self._plan.agent):
+                    show.note(note)
             if self._repo and self._plan.bring_back:
                 result |= self._repo.bring_back(client, sandbox, self._left_behind)
         except SandboxError as error:

@@ -350,6 +350,10 @@ class Client:
         with self._ask("GET", f"{_at(ref)}/files?path={_quote(path)}", timeout_s=None) as answer:
             return self._read(answer)
 
+    def stream_file(self, ref: str, path: str) -> Iterator[bytes]:
+        """A file as it comes, so that a reader can stop where it has enough."""
+        return self._stream(self._ask("GET", f"{_at(ref)}/files?path={_quote(path)}", timeout_s=None))
+
     def write_file(self, ref: str, path: str, data: bytes) -> None:
         target = f"{_at(ref)}/files?path={_quote(path)}"
         self._done(self._ask("PUT", target, headers=_BYTES, body=data, timeout_s=None))

@@ -1,0 +1,251 @@
+"""Logins between runs: what crosses, what does not, and that nothing is written or read through a link."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cli.agents import login
+from cli.agents.table import AGENTS
+from tests.cli.person import Done, Person
+from tests.conftest import make_repository
+from tests.sandboxd.rig import Rig
+
+CREDENTIALS, SETTINGS = ".claude/.credentials.json", ".claude.json"
+
+
+# What crosses
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "kept"),
+    [
+        pytest.param(
+            SETTINGS,
+            {
+                "oauthAccount": {"a": [1]}, "userID": "u", "hasCompletedOnboarding": True, "lastOnboardingVersion": "2",
+                "theme": "dark", "bypassPermissionsModeAccepted": True,
+            },
+            {
+                "oauthAccount": {"a": [1]}, "userID": "u", "hasCompletedOnboarding": True, "lastOnboardingVersion": "2",
+                "theme": "dark", "bypassPermissionsModeAccepted": True,
+            },
+            id="all that is a login",
+        ),
+        pytest.param(
+            SETTINGS,
+            {"mcpServers": {"x": {"command": "sh"}}, "hooks": {}, "projects": {}, "permissions": {}, "theme": "x"},
+            {"theme": "x"},
+            id="no servers, hooks or permissions",
+        ),
+        pytest.param(SETTINGS, {"oauthaccount": 1, "userID ": 2, "": 3}, {}, id="names that only look like it"),
+        pytest.param(
+            ".gemini/settings.json",
+            {"security": {"auth": {"selectedType": "o", "x": 1}, "y": 2}, "selectedAuthType": "p", "mcpServers": {}},
+            {"security": {"auth": {"selectedType": "o"}}, "selectedAuthType": "p"},
+            id="a key inside others",
+        ),
+        pytest.param(".gemini/settings.json", {"security": ["auth"]}, {}, id="another type where others are expected"),
+        pytest.param(".gemini/settings.json", {"security": {"auth": "selectedType"}}, {}, id="a text for an object"),
+    ],
+)  # fmt: skip
+def test_of_settings_only_the_login_crosses(name: str, settings: object, kept: object) -> None:
+    assert json.loads(login.filtered(name, json.dumps(settings).encode())) == kept
+
+
+def test_a_key_that_is_there_twice_counts_as_it_is_kept() -> None:
+    assert json.loads(login.filtered(SETTINGS, b'{"theme": "a", "theme": {"b": 1}}')) == {"theme": {"b": 1}}
+
+
+def test_credentials_cross_as_they_are() -> None:
+    for content in (b"", b"\0\xff", b"[not JSON"):
+        assert login.filtered(CREDENTIALS, content) == content
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'"x"', b"null", b"1", b"\xff\xfe", b"[" * 200_000, b"{} {}", b"9" * 10_000],
+    ids=["nothing", "half", "a list", "a text", "null", "a number", "no UTF-8", "deep", "two objects", "a huge number"],
+)
+def test_settings_that_are_no_object_do_not_cross(content: bytes) -> None:
+    with pytest.raises(login.LoginRefused, match=r"^\.claude\.json is not"):
+        login.filtered(SETTINGS, content)
+
+
+def test_every_settings_file_that_is_reduced_is_some_agent_s_and_every_login_is_a_file_below_home() -> None:
+    names = {name for agent in AGENTS.values() for name in agent.logins}
+    assert set(login.LOGIN_KEYS) <= names
+    for name in names:
+        assert not name.startswith("/") and ".." not in name.split("/") and "" not in name.split("/")
+
+
+# As a person has it: runs of an agent that is a program in the repository
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with Rig(tmp_path_factory.mktemp("d"), "--network") as rig:
+        yield rig
+
+
+@pytest.fixture
+def person(rig: Rig, tmp_path: Path) -> Person:
+    make_repository(tmp_path / "project")
+    return Person(tmp_path, rig.socket)
+
+
+def kept(person: Person, name: str = "") -> Path:
+    return person.home / ".config/sandbox/agents/claude" / name
+
+
+def claude(person: Person, script: str, *flags: str) -> Done:
+    """A run whose agent is `script`."""
+    words = ("--no-workspace", "--env=PATH=/sandbox/home/.local/bin:/usr/bin:/bin", *flags)
+    return person.run("agent", "claude", *words, "--", "-c", script)
+
+
+@pytest.fixture(autouse=True)
+def a_shell_is_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line's process takes `sh` for the program of `claude`: found on PATH, with a script as its words."""
+    code = (
+        "import sys; from cli.agents import table; "
+        "table.AGENTS['claude'] = table.AGENTS['claude']._replace(binary='sh'); "
+        "from cli.__main__ import main; sys.exit(main())"
+    )
+    monkeypatch.setattr("tests.cli.person.COMMAND", [os.sys.executable, "-c", code])
+
+
+LOG_IN = (
+    "cd; mkdir -p .claude; printf secret >.claude/.credentials.json; "
+    """printf '{"userID": "u", "mcpServers": {"x": {"command": "evil"}}}' >.claude.json"""
+)
+SHOW = "cd; cat .claude/.credentials.json .claude.json"
+
+
+def modes(top: Path) -> set[tuple[str, int]]:
+    return {(path.relative_to(top).as_posix(), stat.S_IMODE(path.lstat().st_mode)) for path in top.rglob("*")}
+
+
+def test_a_login_of_one_run_is_there_in_the_next(person: Person) -> None:
+    assert claude(person, f"umask 0; {LOG_IN}").returncode == 0
+    top = person.home / ".config/sandbox/agents"
+    assert modes(top) == {
+        ("claude", 0o700), ("claude/.claude", 0o700), ("claude/.claude/.credentials.json", 0o600),
+        ("claude/.claude.json", 0o600),
+    }  # fmt: skip
+    assert stat.S_IMODE(top.stat().st_mode) == 0o700
+    assert kept(person, CREDENTIALS).read_bytes() == b"secret"
+    assert json.loads(kept(person, SETTINGS).read_bytes()) == {"userID": "u"}
+    again = claude(person, SHOW)
+    assert again.stdout.startswith(b"secret{") and b"evil" not in again.stdout, again.stderr
+    assert b"claude     yes              yes" in person.run("agent", "ls").stdout
+
+
+def test_what_was_put_among_the_saved_files_does_not_go_in(person: Person) -> None:
+    kept(person).mkdir(parents=True)
+    kept(person, SETTINGS).write_text('{"theme": "t", "mcpServers": {"x": {"command": "evil"}}}')
+    kept(person, "other").write_text("x")
+    done = claude(person, "cd; cat .claude.json; ls -A; rm .claude.json")
+    assert b'"theme": "t"' in done.stdout and b"evil" not in done.stdout and b"other" not in done.stdout
+    assert b"evil" in kept(person, SETTINGS).read_bytes(), "a file that is gone in the sandbox leaves ours as it is"
+
+
+def test_a_run_that_changes_its_login_saves_the_change_whatever_its_exit_code(person: Person) -> None:
+    claude(person, LOG_IN)
+    assert claude(person, "cd; printf new >.claude/.credentials.json; exit 7").returncode == 7
+    assert kept(person, CREDENTIALS).read_bytes() == b"new"
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        pytest.param("printf '{' >.claude.json", ".claude.json is not JSON", id="settings that are cut"),
+        pytest.param("printf '[]' >.claude.json", ".claude.json is not a JSON object", id="settings that are a list"),
+        pytest.param("rm .claude.json; mkfifo .claude.json", "not a regular file", id="a FIFO"),
+        pytest.param("ln -sf /dev/zero .claude.json", "not a regular file", id="a link to a device"),
+        pytest.param("rm .claude.json; mkdir .claude.json", "is a directory", id="a directory"),
+        pytest.param("rm .claude.json; ln -s .claude.json .claude.json", "symbolic links", id="a link to itself"),
+        pytest.param("head -c 5000000 /dev/zero >.claude.json", "larger than 4 MiB", id="a huge file"),
+        pytest.param("truncate -s 10G .claude.json", "longer than 64 MiB", id="a file of holes"),
+    ],
+)
+def test_what_a_guest_leaves_in_its_place_is_not_saved(person: Person, script: str, said: str) -> None:
+    kept(person).mkdir(parents=True)
+    kept(person, SETTINGS).write_text('{"userID": "u"}')
+    done = claude(person, f"cd; {script}; exit 3")
+    assert done.returncode == 3
+    line = next(line for line in done.stderr.decode().splitlines() if "was not saved" in line)
+    assert line.startswith("sandbox-cli: the login of claude was not saved: ") and said in line
+    assert json.loads(kept(person, SETTINGS).read_bytes()) == {"userID": "u"}, "the saved one is as it was"
+
+
+def a_link_above(person: Person, outside: Path) -> None:
+    (person.home / ".config/sandbox").mkdir(parents=True)
+    (person.home / ".config/sandbox/agents").symlink_to(outside)
+
+
+def a_link_for_the_agent(person: Person, outside: Path) -> None:
+    kept(person).parent.mkdir(parents=True)
+    kept(person).symlink_to(outside)
+
+
+def a_link_inside(person: Person, outside: Path) -> None:
+    kept(person).mkdir(parents=True)
+    kept(person, ".claude").symlink_to(outside)
+
+
+def a_link_for_the_file(person: Person, outside: Path) -> None:
+    kept(person, ".claude").mkdir(parents=True)
+    kept(person, CREDENTIALS).symlink_to(outside / ".credentials.json")
+
+
+def a_dangling_link(person: Person, outside: Path) -> None:
+    kept(person, ".claude").mkdir(parents=True)
+    kept(person, CREDENTIALS).symlink_to(outside / "new")
+
+
+def a_fifo(person: Person, outside: Path) -> None:
+    kept(person, ".claude").mkdir(parents=True)
+    os.mkfifo(kept(person, CREDENTIALS))
+
+
+@pytest.mark.parametrize(
+    "plant", [a_link_above, a_link_for_the_agent, a_link_inside, a_link_for_the_file, a_dangling_link, a_fifo]
+)
+def test_nothing_is_read_or_written_through_a_link(
+    person: Person, tmp_path: Path, plant: Callable[[Person, Path], None]
+) -> None:
+    outside = tmp_path / "outside"
+    for directory in (outside, outside / ".claude", outside / "claude/.claude"):
+        directory.mkdir(parents=True)
+        (directory / ".credentials.json").write_text("of the host")
+    plant(person, outside)
+    before = modes(outside)
+    shown = claude(person, "cd; cat .claude/.credentials.json")
+    assert b"of the host" not in shown.stdout + shown.stderr
+    done = claude(person, LOG_IN)
+    assert done.returncode == 0
+    assert "the login of claude was not saved: " in done.stderr.decode()
+    assert modes(outside) == before
+    assert {path.read_text() for path in outside.rglob("*") if path.is_file()} == {"of the host"}
+
+
+def test_no_draft_is_left_where_a_login_cannot_be_saved(person: Person) -> None:
+    kept(person, CREDENTIALS).mkdir(parents=True)
+    done = claude(person, LOG_IN)
+    assert "is a link, or no file" in done.stderr.decode()
+    assert sorted(path.name for path in kept(person, ".claude").iterdir()) == [".credentials.json"]
+
+
+def test_plain_runs_have_no_login(person: Person) -> None:
+    kept(person, ".claude").mkdir(parents=True)
+    kept(person, CREDENTIALS).write_text("secret")
+    script = "ls -A ~; touch ~/.claude.json"
+    done = person.run("run", "--no-workspace", "--label=agent=claude", "--", "sh", "-c", script)
+    assert (done.returncode, done.stdout) == (0, b"")
+    assert not kept(person, SETTINGS).exists()
