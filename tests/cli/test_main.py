@@ -378,16 +378,20 @@ def test_a_command_loads_only_what_it_needs(person: Person, command: list[str], 
     ("command", "times"), [(["list"], 6), (["--help"], 4), (["agent", "ls"], 4)], ids=["list", "--help", "agent ls"]
 )
 def test_a_command_starts_as_fast_as_promised(person: Person, command: list[str], times: int) -> None:
-    def best(*args: str) -> float:
-        taken = []
-        for _ in range(7):
-            began = time.perf_counter()
-            subprocess.run([sys.executable, *args], env=person.environment(), capture_output=True, check=False)
-            taken.append(time.perf_counter() - began)
-        return min(taken)
-
+    """The best of several starts, in turn with bare interpreters; tried again while others keep the processor busy."""
     ours = f"import sys; from cli.__main__ import main; sys.exit(main({command}))"
-    assert best("-c", ours) < times * best("-c", "pass")
+
+    def took(code: str) -> float:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], env=person.environment(), capture_output=True, check=False)
+        return time.perf_counter() - began
+
+    for _ in range(5):
+        taken = [(took("pass"), took(ours)) for _ in range(7)]
+        bare, whole = (min(column) for column in zip(*taken, strict=True))
+        if whole < times * bare:
+            return
+    raise AssertionError(f"{whole / bare:.1f} bare interpreters")
 
 
 def test_a_port_in_use_is_said_in_a_few_words() -> None:
