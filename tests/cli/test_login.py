@@ -162,6 +162,23 @@ def test_a_run_that_changes_its_login_saves_the_change_whatever_its_exit_code(pe
 
 
 @pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        pytest.param(("--profile=prod", "--allow=api.test"), "", id="under prod"),
+        pytest.param(("--no-persist-auth",), "", id="by a flag"),
+        pytest.param((), "persist_auth: false\n", id="by the settings"),
+    ],
+)
+def test_a_login_that_is_not_to_be_kept(person: Person, flags: tuple[str, ...], settings: str) -> None:
+    kept(person, ".claude").mkdir(parents=True)
+    kept(person, CREDENTIALS).write_text("secret")
+    (person.home / ".config/sandbox/config.yaml").write_text(settings)
+    done = claude(person, f"ls -A ~; {LOG_IN}", *flags)
+    assert (done.returncode, done.stdout) == (0, b""), done.stderr
+    assert not kept(person, SETTINGS).exists()
+
+
+@pytest.mark.parametrize(
     ("script", "said"),
     [
         pytest.param("printf '{' >.claude.json", ".claude.json is not JSON", id="settings that are cut"),
