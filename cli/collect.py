@@ -22,8 +22,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from cli import bringback, context, place, repository, session, show
+from cli import bringback, context, gate, place, repository, session, show
 from cli.bringback import Received
+from cli.gate import Review
 from cli.gather import BRANCH, Gathered, gather
 from cli.repository import Repository
 from cli.session import Session
@@ -58,9 +59,10 @@ def main(args: dict[str, Any]) -> int:
     name = args["--name"] or record.branch
     gathered, received = collect(endpoint.client, sandbox.id, repo, record.base, name)
     session.save(config, replace(record, brought_back=True))
+    review = gate.review(repo, record.base, received.commit) if received else Review()
     if args["--json"]:
-        show.as_json(result(received))
-    tell(gathered, received, record.base)
+        show.as_json(result(received, review))
+    tell(gathered, received, record.base, review)
     return 0
 
 
@@ -95,8 +97,8 @@ def collect(
         return gathered, bringback.receive(repo, bundle, base, name)
 
 
-def tell(gathered: Gathered, received: Received | None, base: str) -> None:
-    """What came back and how to look at it."""
+def tell(gathered: Gathered, received: Received | None, base: str, review: Review) -> None:
+    """What came back, how to look at it, and what of it would run later."""
     for note in gathered.notes:
         show.note(note)
     if received is None:
@@ -111,9 +113,12 @@ def tell(gathered: Gathered, received: Received | None, base: str) -> None:
         show.note(f"the former work is kept nowhere else: git branch {kept} {received.replaced}")
     show.note(f"review: git log {start}..{ref}")
     show.note(f"or: git diff {start} {ref}")
+    for line in gate.lines(review):
+        show.note(line)
     show.note(f"merge: git merge {ref}")
 
 
-def result(received: Received | None) -> dict[str, Any]:
+def result(received: Received | None, review: Review) -> dict[str, Any]:
     """As JSON prints it; nulls when there was nothing new."""
-    return asdict(received) if received else {"ref": None, "commit": None, "commits": 0, "replaced": None}
+    nothing = {"ref": None, "commit": None, "commits": 0, "replaced": None}
+    return (asdict(received) if received else nothing) | gate.as_json(review)

@@ -122,6 +122,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "commit": ("--no-verify", "--no-gpg-sign"),
     "config": (),
     "diff": NO_DRIVERS,
+    "diff-tree": NO_DRIVERS,
     "fetch": ("--no-tags", "--no-recurse-submodules", "--no-write-fetch-head", "--no-auto-maintenance"),
     "for-each-ref": (),
     "index-pack": (),
@@ -269,6 +270,26 @@ def value_in(file: Path, key: str) -> str | None:
     """The last value of `key` in one configuration file, whose includes are not followed."""
     answer = run(NOWHERE, "config", "--file", file, "--no-includes", "-z", "--get", key, accept=(0, 1))
     return os.fsdecode(answer.stdout.removesuffix(b"\0")) if answer.status == 0 else None
+
+
+def settings(text: bytes) -> list[tuple[str, str]]:
+    """The settings in a configuration file's text, in order; what it includes is not read.
+
+    A name without a value (git-config(1): true) has "". Raises GitError where git cannot read it.
+    """
+    listed = run(NOWHERE, "config", "--file", "-", "--no-includes", "-z", "--list", stdin=text).stdout
+    entries = (os.fsdecode(entry).partition("\n") for entry in listed.split(b"\0")[:-1])
+    return [(name, value) for name, _, value in entries]
+
+
+def in_force(place: Place) -> list[tuple[str, str]]:
+    """The settings of the repository at `place` itself: its own file, its worktree's, and what they include."""
+    found = []
+    for scope in ("--local", "--worktree"):
+        bounds = Bounds(time_s=20, output_bytes=8 * 2**20)
+        listed = run(place, "config", scope, "--includes", "-z", "--list", bounds=bounds, accept=(0, 1, 128))
+        found += [os.fsdecode(entry).partition("\n") for entry in listed.stdout.split(b"\0")[:-1]]
+    return [(name, value) for name, _, value in found]
 
 
 def persons(key: str) -> list[str]:

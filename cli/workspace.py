@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from cli import bringback, collect, place, repository, session
+from cli import bringback, collect, gate, place, repository, session
 from cli.gather import BRANCH
 from cli.plan import Packed, Plan
 from cli.repository import Repository
@@ -84,10 +84,11 @@ class Workspace:
         assert record is not None
         gathered, received = collect.collect(client, sandbox, self._repo, record.base, record.branch)
         session.save(Path(place.config_dir()), replace(record, brought_back=True))
-        collect.tell(gathered, received, record.base)
+        review = gate.review(self._repo, record.base, received.commit) if received else gate.Review()
+        collect.tell(gathered, received, record.base, review)
         if gathered.left:
             left_behind(gathered.left)
-        return collect.result(received)
+        return collect.result(received, review)
 
     def forget(self) -> None:
         """The sandbox is gone and with it all that the record was for."""
