@@ -21,7 +21,13 @@ Commands:
   events SANDBOX                show what was done with a sandbox
   audit verify                  check that the log of it was not changed
   kill SANDBOX...               end sandboxes and discard their disks
+  suspend SANDBOX               stop a sandbox where it is
+  resume SANDBOX                let a suspended one go on
+  snapshot SANDBOX              keep what a sandbox is now, for others to start from
+  snapshot ls|rm                list those that are kept, delete some
+  snapshot-schedule SANDBOX     let snapshots be taken from time to time
   image ls|pull|rm              images that sandboxes start from: list, fetch, remove
+  template ls                   sizes of sandboxes that have a name
   volume create|ls|rm           disks that outlive sandboxes: make, list, delete
   context add|ls|use|rm         name the sandboxds there are, choose the one to speak to
   doctor                        say what this machine and its sandboxd can do
@@ -65,8 +71,13 @@ COMMANDS = {
     "kill": "cli.kill",
     "list": "cli.list",
     "logs": "cli.logs",
+    "resume": "cli.resume",
     "run": "cli.run",
     "shell": "cli.shell",
+    "snapshot": "cli.snapshot",
+    "snapshot-schedule": "cli.snapshot_schedule",
+    "suspend": "cli.suspend",
+    "template": "cli.template",
     "tunnel": "cli.tunnel",
     "update": "cli.update",
     "version": "cli.version",
@@ -75,8 +86,8 @@ COMMANDS = {
 }
 ALIASES = {"ls": "list"}
 LATER = (
-    "agent-run", "gateway", "job", "mirror", "org", "recover", "resume", "secret", "service", "snapshot",
-    "snapshot-schedule", "ssh", "ssh-access", "ssh-key", "studio", "suspend", "template", "whoami",
+    "agent-run", "gateway", "job", "mirror", "org", "recover", "secret", "service", "ssh", "ssh-access",
+    "ssh-key", "studio", "whoami",
 )  # fmt: skip
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141
@@ -132,7 +143,7 @@ def _run(argv: list[str]) -> int:
     except ApiError as error:
         ref = args.get("SANDBOX")
         if not isinstance(ref, str):
-            raise
+            raise SandboxError(wording.plain(error.message)) from None
         raise SandboxError(wording.about(error.message, ref, args.get("--pid"))) from None
 
 
@@ -172,6 +183,8 @@ def _unfit(name: str, usage: str, given: Sequence[str]) -> str:
     verbs = [re.findall("[a-z]+", words) for words in first]
     if len(forms) == 1:
         return f"{what}: {forms[0]}"
+    if not all(verbs):
+        return what
     for form, words in zip(forms, verbs, strict=True):
         if set(words) & set(given[:1]):
             return f"{what}: {form}"

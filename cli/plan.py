@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cli import network, profile, secrets, volume
+from cli import network, profile, secrets, snapshot, templates, volume
 from cli.agents.table import Agent
 from cli.config import Config, Secret
 from sandboxd.client import Create
@@ -69,6 +69,11 @@ class Plan:
     notes: tuple[str, ...] = ()
     packed: Packed | None = None
 
+    @property
+    def snapshots(self) -> bool:
+        """Whether it needs a server that has them."""
+        return self.create.snapshot_id is not None or self.create.snapshot_every_secs is not None
+
 
 def of(
     args: Mapping[str, Any], settings: Config, environ: Mapping[str, str], zone: str | None, agent: Agent | None = None
@@ -85,23 +90,25 @@ def of(
     profile.check(settings.profile, wanted, persist_auth, origin)
     needed = tuple(one for one in settings.secrets if one.name not in given)
     secrets.check(needed, environ)
+    size = templates.named(args["--template"]) if args["--template"] else None
     create = Create(
         name=args["--name"],
         image=args["--image"] or settings.image,
-        cpus=_number("--cpus", args["--cpus"], float),
-        memory_mb=_number("--memory", args["--memory"], int),
-        disk_mb=_number("--disk", args["--disk"], int),
+        cpus=_number("--cpus", args["--cpus"], float) or (size and size.vcpus),
+        memory_mb=_number("--memory", args["--memory"], int) or (size and size.memory_mb),
+        disk_mb=_number("--disk", args["--disk"], int) or (size and size.disk_mb) or None,
         idle_timeout_secs=_number("--idle", args["--idle"], int),
         env=IDENTITY | ({"TZ": zone} if zone else {}) | _from_files(settings, environ) | given,
         labels=_labels(args["--label"]) | ({"agent": agent.name} if agent else {}),
         volumes=volume.given(args["--volume"]),
+        **snapshots(args),
     )
     return Plan(
         command=tuple(args["CMD"]),
         create=create,
         network=wanted,
         project=Path(args["--project"]) if args["--project"] else None,
-        workspace=not args["--no-workspace"],
+        workspace=not (args["--no-workspace"] or create.snapshot_id),
         bring_back=not args["--no-bring-back"],
         keep=args["--keep"],
         detach=args["--detach"],
@@ -115,6 +122,20 @@ def of(
         persist_auth=persist_auth,
         notes=(*settings.notes, *_beaten(settings, given)),
     )
+
+
+def snapshots(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a `Create`: what it starts from, and how often one is taken of it."""
+    start, every, keep = args["--from-snapshot"], args["--snapshot-every"], args["--snapshot-keep"]
+    if start and args["--project"]:
+        raise SandboxError("--project: a snapshot has files of its own, and takes no repository")
+    if keep and not every:
+        raise SandboxError("--snapshot-keep goes with --snapshot-every")
+    return {
+        "snapshot_id": snapshot.check_id(start) if start else None,
+        "snapshot_every_secs": snapshot.interval("--snapshot-every", every) if every else None,
+        "snapshot_keep": snapshot.kept("--snapshot-keep", keep),
+    }
 
 
 def _from_files(settings: Config, environ: Mapping[str, str]) -> dict[str, str]:

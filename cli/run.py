@@ -22,10 +22,14 @@ Options:
   --config=FILE       settings to use instead of the project's .sandbox.yaml; unlike that, this file is trusted
   --no-persist-auth   keep no login (of an agent; a command has none)
   --image=REF         the image to start from (default: the server's)
+  --template=NAME     a size by its name (see `template ls`); --cpus, --memory and --disk come before it
   --cpus=N            virtual processors
   --memory=MIB        memory in MiB
   --disk=MIB          disk in MiB
   --idle=SECONDS      end the sandbox after this long with no process and no request
+  --from-snapshot=ID  start from a snapshot: with its files and no repository of yours
+  --snapshot-every=D  let a snapshot of it be taken every so often: 30m, 2h
+  --snapshot-keep=N   how many of those are kept (default: the server's, 1)
   --network=MODE      none, allowlist or open (default: the server's); no more than the server's ceiling, which
                       `doctor` prints: where it is none, only none works
   --allow=HOST        a name it may reach on ports 80 and 443, beside those the server allows by itself; `*.HOST` for
@@ -55,9 +59,12 @@ from cli.running import Run, signals_end_us
 from sandboxd.errors import SandboxError
 
 LATER = (
-    "--bind", "--bind-read-only", "--checkpoint-every", "--fallback", "--from-snapshot", "--git",
-    "--snapshot-every", "--snapshot-keep", "--template",
-)  # fmt: skip
+    "--bind",
+    "--bind-read-only",
+    "--checkpoint-every",
+    "--fallback",
+    "--git",
+)
 
 
 def main(args: dict[str, Any]) -> int:

@@ -67,9 +67,11 @@ class Run:
         if endpoint.note:
             show.note(endpoint.note)
         wanted = asked.create
-        if self._repo or not asked.network.nothing or wanted.volumes or asked.agent:
+        if self._repo or not asked.network.nothing or wanted.volumes or asked.agent or asked.snapshots:
             offer = client.capabilities()
-            check_offer(offer, workspace=self._repo is not None, volumes=bool(wanted.volumes))
+            check_offer(
+                offer, workspace=self._repo is not None, volumes=bool(wanted.volumes), snapshots=asked.snapshots
+            )
             if asked.agent:
                 network.for_agents(offer, os.geteuid())
             wanted = wanted._replace(network=network.of_run(asked.network, offer, asked.hosts))
@@ -202,8 +204,10 @@ class Run:
             self._repo.forget()
 
 
-def check_offer(offer: Capabilities, *, workspace: bool, volumes: bool) -> None:
+def check_offer(offer: Capabilities, *, workspace: bool, volumes: bool, snapshots: bool) -> None:
     """Raises on what this server has not got."""
+    if snapshots and not (offer.capabilities.get("memory_snapshot") or offer.capabilities.get("disk_snapshot")):
+        raise SandboxError("this sandboxd cannot take snapshots (what it can: sandbox-cli doctor)")
     if volumes and not offer.capabilities.get("volumes"):
         raise SandboxError("this sandboxd has no volumes")
     if workspace and not offer.capabilities.get("workspace_bundle"):

@@ -27,6 +27,19 @@ _ATTACHED = re.compile(r"the volume \S+ is attached to (\S+?)(?: for (?:reading|
 _FIELD = re.compile(r"(network\.[a-z_]+)(?=[: \[])")
 GETTING_READY = "sandboxd is getting ready"
 """What a 503 begins with that ends by itself; the others may take for ever."""
+CAPABILITIES = {
+    "suspend": "suspend sandboxes",
+    "memory_snapshot": "take snapshots",
+    "disk_snapshot": "take snapshots",
+    "network_policy_update": "change a sandbox's network",
+    "volumes": "keep volumes",
+    "images": "fetch images",
+    "workspace_bundle": "take a repository",
+    "bind": "mount a directory",
+    "tunnel": "tunnel",
+    "audit": "show what was done",
+}
+_LACKS = re.compile(r"this endpoint does not have the capability (\w+)(?=$|:)")
 NO_SANDBOX = "no such sandbox"
 NO_PROCESS = "no such process"
 ENDED = ("the sandbox is terminated", "the sandbox has ended")
@@ -40,6 +53,14 @@ def about(message: str, ref: str, pid: str | None = None) -> str:
         return f"no such process {pid} in {ref}"
     if message in ENDED:
         return f"{ref} has ended"
+    return plain(message)
+
+
+def plain(message: str) -> str:
+    """For any request: capabilities and fields in the words of the command line."""
+    if (lacks := _LACKS.match(message)) and lacks[1] in CAPABILITIES:
+        said = CAPABILITIES[lacks[1]] + message[lacks.end() :]
+        return f"this sandboxd cannot {said} (what it can: sandbox-cli doctor)"
     return _in_flags(message)
 
 
@@ -56,7 +77,7 @@ def of_create(message: str) -> str:
     if limit and limit[1] in LIMITS:
         flag, unit = LIMITS[limit[1]]
         return f"{flag} {limit[2]}{unit}"
-    return _in_flags(message)
+    return plain(message)
 
 
 def of_volume(message: str) -> str:

@@ -222,6 +222,18 @@ class Node(NamedTuple):
     cordoned: bool
 
 
+class Snapshot(NamedTuple):
+    """What a sandbox was; `kind` is `memory` (its processes go on in what starts from it) or `disk` (its files)."""
+
+    id: str
+    sandbox: str
+    image: str
+    kind: str
+    bytes: int
+    created_at: str
+    scheduled: bool = False
+
+
 class AuditEvent(NamedTuple):
     """One event of the audit log; which fields are filled depends on `type`."""
 

@@ -39,6 +39,7 @@ from sandboxd.answers import (
     RunResult,
     Sample,
     Sandbox,
+    Snapshot,
     Volume,
 )
 from sandboxd.endpoint import Endpoint
@@ -76,6 +77,7 @@ __all__ = [
     "RunResult",
     "Sample",
     "Sandbox",
+    "Snapshot",
     "Tunnel",
     "Unreachable",
     "Volume",
@@ -132,6 +134,9 @@ class Create(NamedTuple):
     network: NetworkRequest | None = None
     volumes: tuple[Mount, ...] = ()
     lifetime_secs: int | None = None
+    snapshot_id: str | None = None
+    snapshot_every_secs: int | None = None
+    snapshot_keep: int | None = None
 
     def body(self) -> dict[str, Any]:
         """As the wire names it."""
@@ -143,6 +148,9 @@ class Create(NamedTuple):
             "disk_mb": self.disk_mb,
             "idle_timeout_secs": self.idle_timeout_secs,
             "lifetime_secs": self.lifetime_secs,
+            "snapshot_id": self.snapshot_id,
+            "snapshot_every_secs": self.snapshot_every_secs,
+            "snapshot_keep": self.snapshot_keep,
             "env": dict(self.env or {}) or None,
             "labels": dict(self.labels or {}) or None,
             "network": None if self.network is None else self.network.body(),
@@ -218,6 +226,31 @@ class Client:
 
     def delete(self, ref: str) -> None:
         self._json("DELETE", _at(ref))
+
+    # Suspended sandboxes and snapshots: a server without the capability raises `Unsupported`
+
+    def suspend(self, ref: str) -> Sandbox:
+        """Its memory and disk are kept; `Conflict` while a process runs in it."""
+        return answers.read(Sandbox, self._json("POST", f"{_at(ref)}/suspend", timeout_s=CREATE_S))
+
+    def resume(self, ref: str) -> Sandbox:
+        return answers.read(Sandbox, self._json("POST", f"{_at(ref)}/resume", timeout_s=CREATE_S))
+
+    def snapshot(self, ref: str) -> Snapshot:
+        """Take one; the sandbox runs on. It is finished even where the caller does not wait."""
+        return answers.read(Snapshot, self._json("POST", f"{_at(ref)}/snapshots", timeout_s=None))
+
+    def snapshots(self) -> list[Snapshot]:
+        """Newest first."""
+        return list(answers.field(tuple[Snapshot, ...], self._json("GET", "/v1/snapshots"), "snapshots"))
+
+    def delete_snapshot(self, snapshot_id: str) -> None:
+        self._json("DELETE", f"/v1/snapshots/{_quote(snapshot_id)}")
+
+    def schedule_snapshots(self, ref: str, every_secs: int, keep: int | None = None) -> Sandbox:
+        """Take one every so often and keep the newest `keep`; 0 seconds stops it."""
+        asked = {"every_secs": every_secs} | ({} if keep is None else {"keep": keep})
+        return answers.read(Sandbox, self._json("PUT", f"{_at(ref)}/snapshot-schedule", asked))
 
     # Volumes
 

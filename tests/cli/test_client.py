@@ -285,6 +285,8 @@ def test_values_have_the_fields_of_the_wire() -> None:
     shown = {*wire.Capabilities.__struct_fields__, *(f"network_{name}" for name in wire.NetworkOffer.__struct_fields__)}
     assert set(client.Capabilities._fields) == shown - {"network"}
     # All that a create can say, but what no server of ours has yet.
-    sent = Create("n", "i", 1, 1, 1, 1, {"a": "b"}, {"c": "d"}, NetworkRequest("none"), (Mount("v", "/d", True),), 1)
-    later = {"bind", "snapshot_id", "snapshot_every_secs", "snapshot_keep"}
+    sent = Create(
+        "n", "i", 1, 1, 1, 1, {"a": "b"}, {"c": "d"}, NetworkRequest("none"), (Mount("v", "/d", True),), 1, "s", 300, 1
+    )
+    later = {"bind"}
     assert set(sent.body()) == set(wire.CreateRequest.__struct_fields__) - later

@@ -38,7 +38,7 @@ SAID = [
     (("--bogus",), "which command?"),
     (("bogus",), "unknown command 'bogus'"),
     (("b\x1b[2Jogus\u202e",), "unknown command 'b [2Jogus'"),
-    (("suspend", "x"), "suspend is not built yet"),
+    (("studio", "x"), "studio is not built yet"),
     (("kill",), "kill: name a sandbox"),
     (("list", "extra"), "given twice: sandbox-cli list [--label=K=V]... [options]; see"),
     (("volume",), "volume: say what to do: create, ls, rm; see sandbox-cli volume --help"),
