@@ -79,16 +79,16 @@ def layer(path: Path, tree: Mapping[str, Any], *, trusted: bool) -> Layer:
     net = keys.section("network")
     found: dict[str, Any] = {
         "image": keys.take("image", None, _is_text, "an image's name"),
-        "env": _env(keys.section("env")) if tree.get("env") is not None else None,
+        "env": _env(keys.section("env")),
         "env_allow": _list(keys, "env_allow", _variable),
         "mode": network.MODES.get(net.take("mode", None, _is_mode, "none, allowlist or open")),
         "allow": _list(net, "allow", _pattern),
         "deny": _list(net, "deny", _pattern),
         "allow_tcp": _list(net, "allow_tcp", _service),
         "baseline": net.take("baseline", None, _is_flag, "true or false"),
-        "secrets": _secrets(keys.section("secrets"), path.parent) if tree.get("secrets") is not None else None,
+        "secrets": _secrets(keys.section("secrets"), path.parent),
         "routing": _list(keys, "routing", _agent),
-        "providers": _providers(keys.section("providers")) if tree.get("providers") is not None else None,
+        "providers": _providers(keys.section("providers")),
         "mirror": keys.take("mirror", None, lambda value: isinstance(value, dict), "a mapping"),
         "profile": keys.take("profile", None, _is_text, "a profile's name"),
         "persist_auth": keys.take("persist_auth", None, _is_flag, "true or false"),
@@ -104,7 +104,8 @@ def layer(path: Path, tree: Mapping[str, Any], *, trusted: bool) -> Layer:
         found["profile"] = None
     if faults:
         raise _error(path, faults)
-    return Layer(path, {field: value for field, value in found.items() if value is not None}, tuple(notes))
+    # An empty mapping joins nothing; an empty list stands for what was there before.
+    return Layer(path, {field: value for field, value in found.items() if value not in (None, {})}, tuple(notes))
 
 
 # -- the file
@@ -113,15 +114,18 @@ def layer(path: Path, tree: Mapping[str, Any], *, trusted: bool) -> Layer:
 def _bytes(path: Path, *, trusted: bool) -> bytes:
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if trusted else os.O_NOFOLLOW)
     try:
-        with os.fdopen(os.open(path, flags), "rb") as file:
-            info = os.fstat(file.fileno())
+        fd = os.open(path, flags)
+        try:
+            info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode):
                 raise _error(path, ["it is not a regular file"])
             if trusted and info.st_uid not in (0, os.geteuid()):
                 raise _error(path, [f"it belongs to uid {info.st_uid}, who could have it run anything here"])
             if trusted and info.st_mode & 0o022:
                 raise _error(path, [f"others can write it: chmod go-w {path}"])
-            return file.read(MAX_BYTES + 1)
+            return os.read(fd, MAX_BYTES + 1)
+        finally:
+            os.close(fd)
     except OSError as fault:
         if fault.errno == errno.ELOOP and not trusted:
             raise _error(path, ["it is a symbolic link; a project's settings are a file of its own"]) from None
@@ -232,8 +236,7 @@ def _no_host(name: str) -> str:
 def _one_source(found: Mapping[str, Any], faults: list[str]) -> None:
     """A variable that two keys set would have a value by an order that nobody sees."""
     keys: dict[str, Collection[str]] = {
-        "env": found["env"] or (), "env_allow": found["env_allow"] or (),
-        "secrets": [one.name for one in found["secrets"] or ()],
+        "env": found["env"], "env_allow": found["env_allow"] or (), "secrets": [one.name for one in found["secrets"]],
     }  # fmt: skip
     for name in sorted({name for names in keys.values() for name in names}):
         where = [key for key, names in keys.items() if name in names]

@@ -102,13 +102,14 @@ def of_run(asked: Wanted, offer: Capabilities, also: Sequence[str] = ()) -> Netw
         return None
     if asked.mode == "none":
         return NetworkRequest(mode="none")
+    deny = asked.deny or None
+    if asked == Wanted(deny=asked.deny):
+        # Where there is no network, nothing is reached that could be denied.
+        return None if offer.network_ceiling == "none" else NetworkRequest(deny=deny)
     if offer.network_ceiling == "none":
         raise SandboxError(NO_NETWORK)
-    deny = asked.deny or None
     if asked.mode == "open":
         return NetworkRequest(mode="open", deny=deny)
-    if asked == Wanted(deny=asked.deny):
-        return NetworkRequest(deny=deny)
     default = offer.network_default
     base = (default.allow or (), default.allow_tcp) if asked.baseline else ((), ())
     allow, allow_tcp = _joined(base[0], asked.allow), _joined(base[1], asked.allow_tcp)

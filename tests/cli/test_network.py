@@ -23,7 +23,7 @@ SERVERS = Network("allowlist", ("pypi.test", "*.npm.test"), (), ("git.test:22",)
 
 
 NEED_A_NETWORK = (
-    "--network=open", "--network=allowlist", "--allow=a", "--deny=a", "--allow-tcp=a:1", "--no-baseline",
+    "--network=open", "--network=allowlist", "--allow=a", "--allow-tcp=a:1", "--no-baseline",
 )  # fmt: skip
 
 
@@ -89,8 +89,50 @@ def test_what_a_run_cannot_ask_for(flags: tuple[str, ...], offer: Capabilities, 
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "settings", "asked"),
+    [
+        pytest.param((), Wanted("none"), Wanted("none"), id="a file may close it"),
+        pytest.param((), Wanted("open", allow=("a",), deny=("d",)), Wanted("open", deny=("d",)), id="or open it"),
+        pytest.param((), Wanted(allow=("a",)), Wanted(allow=("a",)), id="or name hosts"),
+        pytest.param(("--allow=b",), Wanted(allow=("a",)), Wanted(allow=("a", "b")), id="a flag adds to them"),
+        pytest.param(
+            ("--allow=b",), Wanted("open", allow=("a",)), Wanted("allowlist", allow=("a", "b")),
+            id="a named host means an allowlist",
+        ),
+        pytest.param(
+            ("--allow-tcp=b:1",), Wanted("open"), Wanted("allowlist", allow_tcp=("b:1",)), id="a service likewise"
+        ),
+        pytest.param(
+            ("--no-baseline",), Wanted("open", allow=("a",)), Wanted("allowlist", allow=("a",), baseline=False),
+            id="and so does leaving out the server's names",
+        ),
+        pytest.param(("--network=open",), Wanted("none"), Wanted("open"), id="the flag comes last"),
+        pytest.param(("--network=none",), Wanted("open", allow=("a",), deny=("d",)), Wanted("none"), id="either way"),
+        pytest.param(
+            ("--network=allowlist", "--allow=b"), Wanted("none", allow=("a",)), Wanted("allowlist", allow=("a", "b")),
+            id="what was closed can be opened on purpose",
+        ),
+        pytest.param(("--deny=e",), Wanted(deny=("d",)), Wanted(deny=("d", "e")), id="what is denied adds up"),
+        pytest.param(
+            ("--network=allowlist",), Wanted(baseline=False, allow=("a",)),
+            Wanted("allowlist", baseline=False, allow=("a",)), id="no flag brings the server's names back",
+        ),
+    ],
+)  # fmt: skip
+def test_flags_over_settings(flags: tuple[str, ...], settings: Wanted, asked: Wanted) -> None:
+    assert network.over(wanted(*flags), settings) == asked
+
+
+@pytest.mark.parametrize("flag", ["--allow=a", "--allow-tcp=a:1", "--no-baseline"])
+def test_a_name_opens_no_network_that_a_file_closed(flag: str) -> None:
+    with pytest.raises(SandboxError, match=r"give this run no network.*add --network allowlist"):
+        network.over(wanted(flag), Wanted("none"))
+
+
 def test_no_network_can_be_asked_for_where_there_is_none() -> None:
     assert network.of_run(wanted("--network=none"), offering(Network("none"), "none")) == NetworkRequest("none")
+    assert network.of_run(wanted("--deny=a"), offering(Network("none"), "none")) is None
 
 
 @pytest.mark.parametrize("flag", ["--allow=a", "--deny=a", "--allow-tcp=a:1"])
