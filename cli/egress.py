@@ -24,6 +24,7 @@ from sandboxd.client import Egress, EgressName
 from sandboxd.termsafe import clean
 
 HEAD = ("ID", "NAME", "PORT", "DECISION", "RULE", "SEEN IN", "COUNT", "CONNECTIONS", "IN", "OUT", "LAST")
+DROP = ("LAST", "OUT", "IN", "CONNECTIONS", "SEEN IN")
 WEB_PORTS = (0, 80, 443)  # 0: asked for by DNS alone, for whatever port
 
 
@@ -36,7 +37,7 @@ def main(args: dict[str, Any]) -> int:
     for key, value in network(found):
         sys.stdout.write(f"{key:<10}{clean(' '.join(value)) or 'none'}\n")
     if found.names:
-        sys.stdout.write("\n" + show.table(HEAD, [row(one) for one in found.names]))
+        sys.stdout.write("\n" + show.table(HEAD, [row(one) for one in found.names], whole=("ID",), drop=DROP))
     if flags:
         sys.stdout.write("\nrefused, and what would allow it:\n")
         show.line(flags)
@@ -57,7 +58,7 @@ def row(one: EgressName) -> tuple[str, ...]:
     return (
         one.id, one.name, str(one.port or ""), one.decision, one.rule, one.by, str(one.count),
         str(one.connections or ""), show.bytes_size(one.bytes_in) if one.connections else "",
-        show.bytes_size(one.bytes_out) if one.connections else "", show.time(one.last_at),
+        show.bytes_size(one.bytes_out) if one.connections else "", show.age(one.last_at),
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def _list(client: Client, as_json: bool) -> int:
     if as_json:
         show.as_json([{**one._asdict(), "progress": one.progress and one.progress._asdict()} for one in found])
         return 0
-    sys.stdout.write(show.table(HEAD, [_row(one) for one in found]))
+    sys.stdout.write(show.table(HEAD, [_row(one) for one in found], drop=("DIGEST",)))
     for one in found:
         if one.error:
             show.note(f"{clean(one.image)}: {clean(one.error)}")
@@ -58,7 +58,7 @@ def _row(one: Image) -> tuple[str, ...]:
     state = f"{one.state}, {_percent(one.progress)}" if one.progress else one.state
     size = show.bytes_size(one.bytes) if one.bytes else "-"
     use = "default" if one.default else "yes" if one.in_use else "no"
-    installed = show.time(one.installed_at) if one.installed_at else "-"
+    installed = show.age(one.installed_at) if one.installed_at else "-"
     return one.image, state, size, use, one.digest[:19] or "-", installed
 
 

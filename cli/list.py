@@ -29,8 +29,8 @@ def main(args: dict[str, Any]) -> int:
         show.as_json([show.sandbox(one) for one in found])
         return 0
     rows = [
-        (s.id, s.name, s.state, s.image, show.network(s.network), show.time(s.created_at), show.labels(s.labels))
+        (s.id, s.name, s.state, s.image, show.network(s.network), show.age(s.created_at), show.labels(s.labels))
         for s in found
     ]
-    sys.stdout.write(show.table(HEAD, rows))
+    sys.stdout.write(show.table(HEAD, rows, whole=("ID",)))
     return 0

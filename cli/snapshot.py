@@ -81,10 +81,10 @@ def _list(client: Client, as_json: bool) -> int:
         show.as_json([one._asdict() for one in found])
         return 0
     rows = [
-        (one.id, one.sandbox, one.kind, show.bytes_size(one.bytes), show.time(one.created_at), one.image)
+        (one.id, one.sandbox, one.kind, show.bytes_size(one.bytes), show.age(one.created_at), one.image)
         for one in found
     ]
-    sys.stdout.write(show.table(HEAD, rows))
+    sys.stdout.write(show.table(HEAD, rows, whole=("ID",)))
     return 0
 
 

@@ -11,6 +11,7 @@ from sandboxd.termsafe import clean
 
 QUIET_S = 5.0
 LINE = 78
+"""Of a terminal that does not say how wide it is."""
 
 
 class Status:
@@ -18,6 +19,11 @@ class Status:
 
     def __init__(self) -> None:
         self._live = os.isatty(2) and os.environ.get("TERM") != "dumb"
+        try:
+            # A line that is wrapped could not be rewritten.
+            self._width = (os.get_terminal_size(2).columns or LINE + 1) - 1
+        except OSError:
+            self._width = LINE
         self._said = self._noted = ""
         # What is over within a second needs no words in a log.
         self._last = time.monotonic() + 1 - QUIET_S
@@ -25,7 +31,7 @@ class Status:
     def say(self, text: str) -> None:
         text = clean(text)
         if self._live:
-            show.error(f"\r\x1b[K{text[:LINE]}")
+            show.error(f"\r\x1b[K{show.cut(text, self._width)}")
         elif text != self._noted and (now := time.monotonic()) - self._last >= QUIET_S:
             self._last, self._noted = now, text
             show.note(text)

@@ -66,8 +66,8 @@ def _list(client: Client, as_json: bool) -> int:
     if as_json:
         show.as_json([one._asdict() for one in found])
         return 0
-    rows = [(one.name, str(one.size_mb), one.attached_to, show.time(one.created_at)) for one in found]
-    sys.stdout.write(show.table(HEAD, rows))
+    rows = [(one.name, str(one.size_mb), one.attached_to, show.age(one.created_at)) for one in found]
+    sys.stdout.write(show.table(HEAD, rows, whole=("NAME",)))
     return 0
 
 
