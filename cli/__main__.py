@@ -8,6 +8,7 @@ Commands:
   run [options] -- CMD...       make a sandbox, run a command in it, bring its commits back
   agent NAME [ARGS...]          run a coding agent in a sandbox, and bring its commits back
   agent ls                      list the agents, and whose login is saved
+  agent fleet run|status|land   several agents at once, each for a branch, and merge what they made
   exec SANDBOX -- CMD...        run a command in a running sandbox
   shell SANDBOX                 open a shell in a running sandbox
   attach SANDBOX                take part in a process of a sandbox
@@ -57,6 +58,7 @@ from sandboxd.termsafe import clean
 
 COMMANDS = {
     "agent": "cli.agent",
+    "agent fleet": "cli.fleet.command",
     "agent ls": "cli.agents.ls",
     "attach": "cli.attach",
     "audit": "cli.audit",

@@ -368,6 +368,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("cli.*", "sandboxd.endpoint", "sandboxd.errors", "sandboxd.termsafe", "sandboxd.tlsclient"),
         (),
     ),
+    ("cli.fleet.file", ("cli.*", "sandboxd.errors", "sandboxd.plain_yaml", "sandboxd.termsafe"), ()),
     (
         "cli.config_file",
         ("cli.*", "sandboxd.envnames", "sandboxd.errors", "sandboxd.plain_yaml", "sandboxd.termsafe"),
