@@ -48,6 +48,7 @@ class Refusal(Enum):
     ROOT = "the root of the file system"
     HOME = "the home directory"
     ANCESTOR_OF_HOME = "a directory that holds the home directory"
+    KEPT_BY_US = "a directory in which sandboxd keeps what is its own, or one that holds or is inside such a directory"
     PROC_LINK = "reached through a link of /proc, which leads another process somewhere else"
 
 
@@ -143,6 +144,25 @@ def check_directory(directory: Directory, path: Path, home: Path) -> None:
     )
     if verdict != lib.HOSTPATH_ALLOWED:
         raise DirectoryRefused(path, _HOSTPATH_REFUSALS[verdict])
+
+
+def check_apart(directory: Directory, path: Path, place: Path) -> None:
+    """Raises DirectoryRefused when `directory` is `place`, anything above it or anything below it, by device and inode
+    and by where both are in their file system.
+
+    `path` is for the message alone. FileNotFoundError where there is no `place`; another OSError where the two cannot
+    be compared, which allows nothing.
+    """
+    try:
+        check_directory(directory, path, place)
+    except DirectoryRefused as fault:
+        kept = fault.refusal is not Refusal.ROOT
+        raise DirectoryRefused(path, Refusal.KEPT_BY_US if kept else Refusal.ROOT) from None
+    step = ffi.new("int *")
+    if _call(
+        lambda: lib.hostpath_is_inside(directory.fd, _c_path(place), step), lambda: _HOSTPATH_STEPS[step[0]], place
+    ):
+        raise DirectoryRefused(path, Refusal.KEPT_BY_US)
 
 
 def check_host_directory(path: Path, home: Path) -> Directory:

@@ -179,12 +179,12 @@ static const char *below(const char *path, const char *prefix)
     return path[length] == '/' ? path + length + 1 : NULL;
 }
 
-struct home_location {
+struct location {
     char device[32];           /* major:minor as mountinfo has it; btrfs gives a stat another number */
     char inside[2 * PATH_MAX]; /* path from the root of the file system */
 };
 
-static int locate(int home_fd, const struct place *home, FILE *table, struct home_location *location)
+static int locate(int home_fd, const struct place *home, FILE *table, struct location *location)
 {
     char link[64], path[PATH_MAX];
     snprintf(link, sizeof link, "/proc/thread-self/fd/%d", home_fd);
@@ -271,7 +271,7 @@ static int is_above_elsewhere(const struct place *wanted, int home_fd, const str
     OWNED_STREAM table = fopen("/proc/thread-self/mountinfo", "re");
     if (!table)
         return -errno;
-    struct home_location location;
+    struct location location;
     int rc = locate(home_fd, home, table, &location);
     if (rc < 0)
         return rc;
@@ -295,6 +295,24 @@ static int is_above_elsewhere(const struct place *wanted, int home_fd, const str
             return found;
     }
     return rc;
+}
+
+/* 1 when both are in one file system and the way to `directory` in it goes through `place`. */
+static int is_below_elsewhere(int directory_fd, const struct place *directory, int place_fd, const struct place *place)
+{
+    struct location inner, outer;
+    OWNED_STREAM table = fopen("/proc/thread-self/mountinfo", "re");
+    if (!table)
+        return -errno;
+    int rc = locate(directory_fd, directory, table, &inner);
+    if (rc < 0)
+        return rc;
+    if (fseek(table, 0, SEEK_SET) < 0)
+        return -errno;
+    rc = locate(place_fd, place, table, &outer);
+    if (rc < 0)
+        return rc;
+    return strcmp(inner.device, outer.device) == 0 && below(inner.inside, outer.inside) != NULL;
 }
 
 int hostpath_open(const char *path, struct hostpath_id *id, int *step)
@@ -368,4 +386,32 @@ int hostpath_check(int directory_fd, const char *home, int *step)
     if (rc < 0)
         return rc;
     return rc > 0 ? HOSTPATH_IS_ABOVE_HOME : HOSTPATH_ALLOWED;
+}
+
+int hostpath_is_inside(int directory_fd, const char *path, int *step)
+{
+    struct place directory, place;
+
+    *step = HOSTPATH_IDENTIFY;
+    int rc = identify(directory_fd, &directory);
+    if (rc < 0)
+        return rc;
+
+    *step = HOSTPATH_OPEN_HOME;
+    OWNED_FD place_fd = open_directory(AT_FDCWD, path, 0);
+    if (place_fd < 0)
+        return place_fd;
+    rc = identify(place_fd, &place);
+    if (rc < 0)
+        return rc;
+    if (same_directory(&directory, &place))
+        return 1;
+
+    *step = HOSTPATH_PARENTS;
+    rc = is_above(&place, directory_fd);
+    if (rc != 0)
+        return rc;
+
+    *step = HOSTPATH_MOUNTS;
+    return is_below_elsewhere(directory_fd, &directory, place_fd, &place);
 }

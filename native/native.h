@@ -46,6 +46,12 @@ int hostpath_open(const char *path, struct hostpath_id *id, int *step);
  */
 int hostpath_check(int directory_fd, const char *home, int *step);
 
+/*
+ * 1 when an open directory is `place` or below it: by ".." from where it was opened, and by where both are in their
+ * file system, through whichever mount it was reached. 0 when not. Steps as above, with `place` for home.
+ */
+int hostpath_is_inside(int directory_fd, const char *place, int *step);
+
 /* ---- kvm_probe.c: does KVM run code, at a processor's speed? ---- */
 
 enum kvm_probe_step {
