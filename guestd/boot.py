@@ -46,6 +46,7 @@ _SCRATCH: Final = "/run/scratch"
 _ROOT: Final = "/run/root"
 _GIT_ROOT: Final = "/run/git"
 
+_WORKSPACE_TAG: Final = "workspace"     # of the virtio file system, given by the host
 _IMAGE_KINDS: Final = ("erofs", "ext4")
 _MS_NOATIME: Final = 1024               # linux/mount.h
 _RESERVE_BYTES: Final = 48 << 20        # of memory: guestd's own and what it reads from its drive
@@ -85,6 +86,8 @@ def configure(request: Request) -> Place:
         from guestd import volumes  # a machine without any does not wait for it
 
         volumes.mount(_ROOT, request.volumes)
+    if request.bind is not None:
+        _mount_workspace(request.bind["read_only"])
     if request.network is not None:
         _connect(request.network)
     _make_cgroup()
@@ -271,6 +274,16 @@ def _mount_root() -> None:
         _mount_in(root_fd, "/tmp", f"{_SCRATCH}/tmp", "", MS_BIND)  # noqa: S108
         _mount_in(root_fd, "/dev", "tmpfs", "tmpfs", MS_NOSUID | MS_NOEXEC, "mode=755,size=256k")
         _fill_dev(root_fd)
+    finally:
+        os.close(root_fd)
+
+
+def _mount_workspace(read_only: bool) -> None:
+    """The host's directory. Whether it can be written to is the host's to say; here it is only told early."""
+    root_fd = os.open(_ROOT, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        flags = MS_NOSUID | MS_NODEV | (MS_RDONLY if read_only else 0)
+        _mount_in(root_fd, WORKSPACE, _WORKSPACE_TAG, "virtiofs", flags)
     finally:
         os.close(root_fd)
 

@@ -19,8 +19,9 @@ The host dials, the guest never does. One connection carries one request:
 `configure` comes once, before any process. Its "network" is null, or {"address": "a.b.c.d/n", "gateway",
 "resolver", "mtu"} for the machine's one interface; its "files" are written as root: [{"path", "mode", "data"}],
 data in base64. Its "volumes" are [{"path", "read_only"}], one for each drive behind the first three, in their
-order. `sync` writes out what processes wrote; with "final" nothing can be written to the volumes afterwards, and
-they are whole on their drives.
+order; its "bind" is null, or {"read_only"} for a directory of the host that the machine has as a virtio file system,
+at /workspace. `sync` writes out what processes wrote; with "final" nothing can be written to the volumes afterwards,
+and they are whole on their drives.
 
 The guest closes after `x`, which is there to be read although sending may fail by then. The host's end of
 stream, half-closed or whole, is a hang-up: it ends everything the process started, unless the process is
@@ -264,6 +265,10 @@ def _volumes(value: Any) -> bool:
     )
 
 
+def _bind(value: Any) -> bool:
+    return value is None or (type(value) is dict and value.keys() == {"read_only"} and _flag(value["read_only"]))
+
+
 def branch_name(value: Any) -> bool:
     """Whether a name may be a branch, or the base of a bundle (hex digits pass too): API section 9."""
     return (
@@ -294,6 +299,7 @@ FIELDS: Final[dict[str, dict[str, tuple[Callable[[Any], bool], bool]]]] = {
         "network": (_network, _OPTIONAL),
         "files": (_config_files, _OPTIONAL),
         "volumes": (_volumes, _OPTIONAL),
+        "bind": (_bind, _OPTIONAL),
     },
     "exec": {
         "argv": (_argv, _REQUIRED),
@@ -332,13 +338,14 @@ class Request:
     """
 
     __slots__ = (
-        "argv", "base", "branch", "cols", "cwd", "entropy", "env", "files", "final", "hostname", "keep", "machine_id",
-        "network", "offset_E", "offset_o", "op", "path", "port", "rows", "session", "size", "time_ns", "tty",
-        "volumes",
+        "argv", "base", "bind", "branch", "cols", "cwd", "entropy", "env", "files", "final", "hostname", "keep",
+        "machine_id", "network", "offset_E", "offset_o", "op", "path", "port", "rows", "session", "size", "time_ns",
+        "tty", "volumes",
     )
     op: str
     argv: Sequence[str]
     base: str
+    bind: Mapping[str, Any] | None
     branch: str
     cols: int
     cwd: str
@@ -395,8 +402,8 @@ class Request:
 
 
 _DEFAULTS: Final[dict[str, Any]] = {
-    "argv": (), "base": "", "branch": "", "cols": 0, "cwd": "", "entropy": "", "env": {}, "files": (), "final": False,
-    "hostname": "", "keep": False, "machine_id": "", "network": None, "offset_E": 0, "offset_o": 0,
+    "argv": (), "base": "", "bind": None, "branch": "", "cols": 0, "cwd": "", "entropy": "", "env": {}, "files": (),
+    "final": False, "hostname": "", "keep": False, "machine_id": "", "network": None, "offset_E": 0, "offset_o": 0,
     "path": "", "port": 0, "rows": 0, "session": "", "size": 0, "time_ns": 0, "tty": False, "volumes": (),
 }
 

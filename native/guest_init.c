@@ -1,8 +1,9 @@
 /*
  * guest-init: PID 1 of every sandbox's kernel, linked statically, started from the initramfs.
  *
- * In:  /modules/order (one module's file name a line, in loading order) and the modules beside it; /dev/vda, the
- *      read-only runtime drive; the serial console. Nothing from the kernel's command line is read.
+ * In:  /modules/order (one module's file name a line, in loading order, and behind a blank the virtio device without
+ *      which it is not loaded, as sysfs writes it) and the modules beside it; /dev/vda, the read-only runtime drive;
+ *      the serial console. Nothing from the kernel's command line is read.
  * Out: kernel file systems mounted, the runtime drive as root, guestd started from it and started again when it
  *      ends, orphans reaped. The lines below on the console are what the host's boot probe and its error messages
  *      look for.
@@ -16,6 +17,7 @@
  * `configure`. It must not exit, since the kernel panics when PID 1 does.
  */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -137,6 +139,25 @@ static void load_module(const char *name) {
     unlink(name); /* the initramfs is memory */
 }
 
+/* Devices are there as soon as the module of their bus is loaded. */
+static int has_device(const char *wanted) {
+    DIR *devices = opendir("/sys/bus/virtio/devices");
+    int found = 0;
+    for (struct dirent *entry; devices != NULL && !found && (entry = readdir(devices)) != NULL;) {
+        char path[sizeof "/sys/bus/virtio/devices//device" + sizeof entry->d_name], number[16] = "";
+        snprintf(path, sizeof path, "/sys/bus/virtio/devices/%s/device", entry->d_name);
+        int fd = *entry->d_name == '.' ? -1 : open(path, O_RDONLY | O_CLOEXEC);
+        if (fd < 0)
+            continue;
+        if (read(fd, number, sizeof number - 1) > 0)
+            found = strcmp(strtok(number, "\n"), wanted) == 0;
+        close(fd);
+    }
+    if (devices != NULL)
+        closedir(devices);
+    return found;
+}
+
 static void load_modules(void) {
     char order[ORDER_MAX_BYTES];
     if (chdir("/modules") != 0)
@@ -150,9 +171,11 @@ static void load_modules(void) {
     close(fd);
     order[size] = '\0';
     char *rest = order;
-    for (char *name; (name = strsep(&rest, "\n")) != NULL;)
-        if (*name != '\0')
+    for (char *line; (line = strsep(&rest, "\n")) != NULL;) {
+        const char *name = strsep(&line, " ");
+        if (*name != '\0' && (line == NULL || has_device(line)))
             load_module(name);
+    }
 }
 
 static void wait_for_drive(void) {

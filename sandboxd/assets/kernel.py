@@ -1,8 +1,8 @@
 """The guest's kernel: Debian's cloud kernel as ELF, and the few of its modules that a sandbox needs.
 
 Publishes `vmlinux` and `modules.cpio` (the modules under `modules/`, and `modules/order`, their names in loading
-order, read by guest-init). Dependencies come from the modules themselves (`depends=` in .modinfo): the package brings
-no modules.dep.
+order, read by guest-init; a module that only some machines need has the virtio device it is for behind its name).
+Dependencies come from the modules themselves (`depends=` in .modinfo): the package brings no modules.dep.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ META_PACKAGE = "linux-image-cloud-amd64"
 # Block devices, the host's transport, the network, the drives' file system, the sandbox's root.
 WANTED_MODULES = ("virtio_pci", "virtio_blk", "vmw_vsock_virtio_transport", "virtio_net", "erofs", "overlay")
 
+# Where the machine has such a device (its number in linux/virtio_ids.h, as sysfs writes it), and with what they need.
+DEVICE_MODULES = (("virtiofs", "0x001a"),)
+
 # linux/module_signature.h: what a signed module ends with, behind a struct whose last word is the signature's length.
 SIGNATURE_MARK = b"~Module signature appended~\n"
 SIGNATURE_STRUCT_BYTES = 12
@@ -42,11 +45,11 @@ def recipe(archive: Callable[[Bench], Archive]) -> Recipe:
         image, modules = unpack(deb, bench.scratch)
         bench.report(80, f"unpacking a kernel of {len(image) / 2**20:.0f} MiB")
         (out / "vmlinux").write_bytes(payload.vmlinux(image))
-        (out / "modules.cpio").write_bytes(modules_archive(modules, WANTED_MODULES))
+        (out / "modules.cpio").write_bytes(modules_archive(modules, WANTED_MODULES, DEVICE_MODULES))
 
     return Recipe(
         name="kernel", version=3, files=("vmlinux", "modules.cpio"), resolve=resolve, build=build,
-        sources=(META_PACKAGE, *WANTED_MODULES),
+        sources=(META_PACKAGE, *WANTED_MODULES, *(" ".join(row) for row in DEVICE_MODULES)),
     )
 
 
@@ -70,9 +73,17 @@ def unpack(deb: Path, scratch: Path) -> tuple[bytes, dict[str, bytes]]:
     return image, modules
 
 
-def modules_archive(modules: Mapping[str, bytes], wanted: Sequence[str]) -> bytes:
+def modules_archive(
+    modules: Mapping[str, bytes], wanted: Sequence[str], by_device: Sequence[tuple[str, str]] = ()
+) -> bytes:
+    """`by_device` are (module, virtio device): loaded, with what only they need, where the machine has the device."""
     names = loading_order(modules, wanted)
-    order = "".join(f"{name}.ko\n" for name in names).encode()
+    lines = [f"{name}.ko\n" for name in names]
+    for module, device in by_device:
+        more = [name for name in loading_order(modules, (*wanted, module)) if name not in names]
+        lines += [f"{name}.ko {device}\n" for name in more]
+        names += more
+    order = "".join(lines).encode()
     return cpio.archive(
         [
             cpio.Entry("modules", stat.S_IFDIR | 0o755),

@@ -78,3 +78,10 @@ def test_a_signature_is_cut_off(signed: bytes, plain: bytes) -> None:
 def test_a_signature_longer_than_its_module_is_refused() -> None:
     with pytest.raises(ValueError, match="longer"):
         unsigned(b"ELF" + bytes(8) + (99).to_bytes(4, "big") + SIGNATURE_MARK)
+
+
+def test_what_only_a_device_needs_stands_behind_all_else_with_its_device() -> None:
+    raw = modules_archive(DRIVERS, ["virtio_blk"], [("virtio_net", "0x0001"), ("failover", "0x0002")])
+    order = b"virtio_ring.ko\nvirtio.ko\nvirtio_blk.ko\n"
+    order += b"failover.ko 0x0001\nnet_failover.ko 0x0001\nvirtio_net.ko 0x0001\n"
+    assert order in raw and b"0x0002" not in raw
