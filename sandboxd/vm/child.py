@@ -67,13 +67,17 @@ class Child:
         os.close(self._stderr_fd)
 
 
-def spawn(role: str, prison: Jail, arguments: Sequence[str], fds: Sequence[int]) -> Child:
-    """Starts the program; `fds` keep their numbers. Raises OSError when not even prlimit can be started."""
+def spawn(
+    role: str, prison: Jail, arguments: Sequence[str], fds: Sequence[int], *, filter: bytes | None = None,
+    directory: str = "/",
+) -> Child:  # fmt: skip
+    """Starts the program; `fds` keep their numbers. `filter` is its system calls', `directory` where what builds its
+    jail starts. Raises OSError when not even prlimit can be started."""
     info_read, info_write = os.pipe2(os.O_CLOEXEC)
     stderr_read, stderr_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     filter_fd = os.memfd_create("seccomp", os.MFD_CLOEXEC)
     try:
-        os.write(filter_fd, seccomp.program())
+        os.write(filter_fd, filter or seccomp.program())
         os.lseek(filter_fd, 0, os.SEEK_SET)
         popen = subprocess.Popen(
             jail.argv(prison, info_write, filter_fd, arguments),
@@ -82,7 +86,7 @@ def spawn(role: str, prison: Jail, arguments: Sequence[str], fds: Sequence[int])
             stderr=stderr_write,
             pass_fds=[*fds, info_write, filter_fd],
             env={},
-            cwd="/",
+            cwd=directory,
             start_new_session=True,
             # SIGPIPE stays ignored, as it is here: writing to stderr when the starter is gone must not end a
             # VMM.

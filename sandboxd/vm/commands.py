@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 
 from sandboxd.errors import SetupError
-from sandboxd.vm import jail
+from sandboxd.vm import jail, virtiofs
 from sandboxd.vm.jail import Jail, Limits, Program
 from sandboxd.vm.machine import MachineSpec
 
@@ -64,6 +64,7 @@ class Descriptors:
     drives: tuple[int, ...]
     vhost: int
     qmp: int
+    share: int | None = None
 
 
 def find_tools(vsock: Path, instance: str, accelerator: Accelerator = Accelerator.TCG) -> Tools:
@@ -141,6 +142,11 @@ def argv(spec: MachineSpec, accelerator: Accelerator, fds: Descriptors) -> list[
             # Without the host kernel's vhost, which would read the guest's rings with the kernel's own rights.
             "-netdev", f"tap,id=net0,fd={spec.tap_fd},vhost=off",
             "-device", f"virtio-net-pci,netdev=net0,mac={spec.mac},romfile=",
+        ]  # fmt: skip
+    if fds.share is not None:
+        command += [
+            "-chardev", f"socket,id=share,fd={fds.share}",
+            "-device", f"vhost-user-fs-pci,chardev=share,tag={virtiofs.TAG},queue-size=1024",
         ]  # fmt: skip
     return command
 

@@ -9,7 +9,8 @@ capability, no way to gain one, and the filter of `seccomp`. An ordinary user ge
 namespace, which bubblewrap then closes for further ones. Root does not need one and must not have one: in a
 map that holds root, the program would still be root outside. bubblewrap builds the jail as root, so files
 below a 0700 directory can be bound, and setpriv inside it gives everything up for the machine's own uid and
-gid before the program starts.
+gid before the program starts. The one exception is what shares a directory of a person's (`virtiofs`): what it makes
+there must be that person's, root's too.
 
 The path of the program inside the jail is the machine's mark (`marker`), so that whoever reads a process's
 command line can tell whose it is, even when nobody lived to write a record.
@@ -62,7 +63,12 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class Jail:
-    """One jail. `files`, `devices` and `writable` (files that may be written) are (path on the host, path inside)."""
+    """One jail. `files`, `devices` and `writable` (files that may be written) are (path on the host, path inside).
+
+    The rest is for a program that shares a directory. `before` is a command that starts bubblewrap, in a user namespace
+    where it is root, and `inside` then the uid and gid that the program has in the jail's own one, with `capabilities`
+    over what belongs to its user alone. `proc` shows it its own processes.
+    """
 
     tools: Tools
     program: Program
@@ -73,6 +79,10 @@ class Jail:
     devices: tuple[tuple[Path, str], ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     writable: tuple[tuple[Path, str], ...] = ()
+    before: tuple[str, ...] = ()
+    inside: int | None = None
+    capabilities: tuple[str, ...] = ()
+    proc: bool = False
 
 
 def marker(instance: str, id: str) -> str:
@@ -107,9 +117,11 @@ def argv(jail: Jail, info_fd: int, seccomp_fd: int, arguments: Sequence[str]) ->
     ]
     if jail.limits.processes is not None:
         command += [f"--nproc={jail.limits.processes}"]
-    command += [str(jail.tools.bwrap)]
+    command += [*jail.before, str(jail.tools.bwrap)]
     if jail.uid is None:
         command += ["--unshare-user", "--disable-userns"]
+    if jail.inside is not None:
+        command += ["--uid", str(jail.inside), "--gid", str(jail.inside)]
     command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup"]
     command += ["--as-pid-1", "--hostname", "vmm", "--chdir", "/", "--clearenv"]
     for name, value in (("LD_LIBRARY_PATH", "/lib"), *jail.environment):
@@ -123,7 +135,11 @@ def argv(jail: Jail, info_fd: int, seccomp_fd: int, arguments: Sequence[str]) ->
         command += ["--dev-bind", str(source), target]
     for source, target in jail.writable:
         command += ["--bind", str(source), target]
+    if jail.proc:
+        command += ["--proc", "/proc"]
     command += ["--remount-ro", "/", "--cap-drop", "ALL"]
+    for capability in jail.capabilities:
+        command += ["--cap-add", capability]
     if jail.uid is not None:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
     command += ["--seccomp", str(seccomp_fd), "--info-fd", str(info_fd), "--"]

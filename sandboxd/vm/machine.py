@@ -26,6 +26,15 @@ class Drive:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """A directory of the host that the guest has as the virtio file system `workspace`. `directory_fd` stays its
+    opener's; whoever started the machine owns what the guest makes there."""
+
+    directory_fd: int
+    read_only: bool
+
+
+@dataclass(frozen=True, slots=True)
 class MachineSpec:
     """One machine.
 
@@ -46,6 +55,7 @@ class MachineSpec:
     uid: int | None
     tap_fd: int | None = None
     mac: str = ""
+    share: Share | None = None
 
     def __post_init__(self) -> None:
         if not is_name(self.id):

@@ -27,7 +27,7 @@ RECORD = "vm.json"
 RECORD_VERSION = 1
 RECORD_LIMIT = 64 * 1024
 END_S = 5.0
-_JAILERS = {b"prlimit", b"bwrap", b"setpriv"}
+_JAILERS = {b"prlimit", b"unshare", b"sh", b"bwrap", b"setpriv"}
 
 
 @dataclass(frozen=True, slots=True)

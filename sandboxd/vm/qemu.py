@@ -1,10 +1,10 @@
 """A machine under QEMU: started, adopted after a restart of the daemon, ended, swept up.
 
 In: a `MachineSpec`. Out: a `QemuMachine`, or BootFailed with the step and nothing left behind. A machine is
-two jails, each with a program in it: QEMU, and sandbox-vsock, which carries the guest's sockets. They outlive
-whoever started them. Both are hostile from the moment the guest runs: their sockets, their exit status and
-every byte of the monitor are looked at as such. Sockets and the record are made in a directory that only the
-daemon can reach.
+two jails, each with a program in it: QEMU, and sandbox-vsock, which carries the guest's sockets; where a
+directory of the host is shared there is a third, with virtiofsd. They outlive whoever started them. All are
+hostile from the moment the guest runs: their sockets, their exit status and every byte of the monitor are
+looked at as such. Sockets and the record are made in a directory that only the daemon can reach.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import anyio
 import anyio.to_thread
 
 from sandboxd import unixpath
-from sandboxd.errors import BootFailed, SandboxError
-from sandboxd.vm import commands, jail, processes
+from sandboxd.errors import BootFailed, SandboxError, SetupError
+from sandboxd.vm import commands, jail, processes, virtiofs
 from sandboxd.vm.child import Child, ChildError, spawn
 from sandboxd.vm.commands import CONSOLE_BYTES, Accelerator, Descriptors, Tools
 from sandboxd.vm.machine import Drive, MachineSpec, Program
@@ -59,7 +59,7 @@ class QemuMachine:
     ) -> None:
         self.spec_id = id
         by_role = {process.role: Program(process.pid, process.start_ticks) for process in programs}
-        self.programs = (by_role[VMM], by_role[DEVICE])
+        self.programs = tuple(by_role[role] for role in (VMM, DEVICE, virtiofs.ROLE) if role in by_role)
         self.vsock_path = directory / VSOCK_SOCKET
         self._directory = directory
         self._pidfds = list(pidfds)
@@ -143,12 +143,13 @@ async def start(spec: MachineSpec, tools: Tools) -> QemuMachine:
             device_fds = (device_end.fileno(), vsock_listener.fileno())
             prison = commands.device_jail(spec, tools)
             starting.spawn(DEVICE, prison, commands.device_argv(*device_fds), device_fds)
-            fds = Descriptors(tuple(drives), vmm_end.fileno(), monitor_listener.fileno())
+            share = starting.share(ours) if spec.share is not None else None
+            fds = Descriptors(tuple(drives), vmm_end.fileno(), monitor_listener.fileno(), share)
             writable = [fd for fd, drive in zip(drives, spec.drives, strict=True) if not drive.read_only]
             largest = max((os.fstat(fd).st_size for fd in writable), default=0)
             prison = commands.vmm_jail(spec, tools, largest, _kvm_node(spec, tools.accelerator))
             tap = () if spec.tap_fd is None else (spec.tap_fd,)
-            inherited = (*fds.drives, fds.vhost, fds.qmp, *tap)
+            inherited = (*fds.drives, fds.vhost, fds.qmp, *tap, *(() if share is None else (share,)))
             starting.spawn(VMM, prison, commands.argv(spec, tools.accelerator, fds), inherited)
             # Our copies go now, so that each end of the pair sees when the other is gone.
             ours.close()
@@ -174,7 +175,8 @@ async def adopt(directory: Path, id: str) -> QemuMachine | None:
     held = [(process, fd) for process in record.processes if (fd := processes.hold(process)) is not None]
     pidfds = [fd for _, fd in held]
     running = {process.role for process, _ in held if _is_marked(process, record)}
-    if record.id == id and {VMM, DEVICE} <= running:
+    parts = {VMM, DEVICE} | ({virtiofs.ROLE} & {process.role for process in record.processes})
+    if record.id == id and parts <= running:
         try:
             return QemuMachine(id, directory, pidfds, await _connect(directory), (), record.processes)
         except BaseException:
@@ -224,6 +226,21 @@ class _Starting:
     def spawn(self, role: str, prison: jail.Jail, arguments: Sequence[str], fds: Sequence[int]) -> None:
         self._step = f"starting {role}"
         self._children.append(spawn(role, prison, arguments, fds))
+
+    def share(self, ours: ExitStack) -> int:
+        """Starts what shares the directory; returns the descriptor that is for the VMM, closed with `ours`."""
+        spec, tools = self._spec, self._tools
+        assert spec.share is not None
+        self._step = f"starting {virtiofs.ROLE}"
+        try:
+            found = virtiofs.find_tools()
+        except SetupError as fault:
+            raise ChildError(str(fault)) from None
+        marker = jail.marker(tools.instance, spec.id)
+        prison = virtiofs.prison(spec.share, spec.memory_mb, marker, tools.open_files, found, tools.jail)
+        listener, end = ours.enter_context(virtiofs.connection(spec.directory))
+        self._children.append(virtiofs.start(spec.share, prison, listener))
+        return end.fileno()
 
     async def finish(self) -> QemuMachine:
         record = Record(

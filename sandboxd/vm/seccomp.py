@@ -12,6 +12,7 @@ linux/sched.h.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 
 AUDIT_ARCH_X86_64 = 0xC000003E
 X32_BIT = 0x40000000
@@ -42,14 +43,51 @@ REFUSED: dict[str, int] = {
     "lookup_dcookie": 212, "memfd_secret": 447,
 }  # fmt: skip
 
-_LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+# A program that shares a directory: it starts with a chroot, and makes what a guest asks it to.
+SHARES: frozenset[str] = frozenset({"chroot", "mknod", "mknodat", "unshare"})
+NOT_SHARED: dict[str, int] = {
+    # what is beside a file's content and mode: capabilities, labels
+    "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199,
+    "setxattrat": 463, "removexattrat": 466, "openat2": 437,
+}  # fmt: skip
+MODES: dict[str, tuple[int, int]] = {
+    # (number, which argument is a mode)
+    "open": (2, 2), "openat": (257, 3), "creat": (85, 1), "mkdir": (83, 1), "mkdirat": (258, 2),
+    "mknod": (133, 1), "mknodat": (259, 2), "chmod": (90, 1), "fchmod": (91, 1), "fchmodat": (268, 2),
+    "fchmodat2": (452, 2),
+}  # fmt: skip
+NODES = ("mknod", "mknodat")
+AS_ONE_USER: dict[str, int] = {"setresuid": 117, "setresgid": 119, "setgroups": 116}
+"""Done without being done: all that a guest makes belongs to one person, whoever in the guest made it."""
+S_IFMT, S_IFREG, S_IFIFO, S_IFSOCK, S_ISUID_OR_S_ISGID = 0o170000, 0o100000, 0o010000, 0o140000, 0o6000  # linux/stat.h
+
+_LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; the low half of an argument
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 
 
 def program() -> bytes:
     """struct sock_filter[], native byte order. Unknown architectures and x32 calls end the process."""
-    steps = [
+    return b"".join([*_ours_alone(), *_refusals(REFUSED), *_tail()])
+
+
+def sharing_program() -> bytes:
+    """The same, for a program that shares a directory: no file it makes can give anybody the rights of the person it
+    belongs to (set-user-id, capabilities), or be a device."""
+    refused = {name: number for name, number in REFUSED.items() if name not in SHARES} | NOT_SHARED
+    steps = [*_ours_alone(), *_refusals(refused)]
+    for name, (number, argument) in MODES.items():
+        steps += _of_call(number, _mode_checks(argument, node=name in NODES))
+    # Its threads have working directories of their own (CLONE_FS), and no namespaces.
+    namespaces = [_step(_LOAD, _FIRST_ARGUMENT), _step(_IF_ANY_BIT, CLONE_NEW, 0, 1), _refuse(EPERM)]
+    steps += _of_call(REFUSED["unshare"], namespaces)
+    for number in AS_ONE_USER.values():
+        steps += [_step(_IF_EQUAL, number, 0, 1), _refuse(0)]
+    return b"".join([*steps, *_tail()])
+
+
+def _ours_alone() -> list[bytes]:
+    return [
         _step(_LOAD, _ARCH),
         _step(_IF_EQUAL, AUDIT_ARCH_X86_64, 1, 0),
         _step(_RETURN, _KILL),
@@ -57,11 +95,38 @@ def program() -> bytes:
         _step(_IF_AT_LEAST, X32_BIT, 0, 1),
         _step(_RETURN, _KILL),
     ]
-    for number in REFUSED.values():
+
+
+def _refusals(calls: Mapping[str, int]) -> list[bytes]:
+    steps = []
+    for number in calls.values():
         steps += [_step(_IF_EQUAL, number, 0, 1), _refuse(EPERM)]
-    # glibc takes ENOSYS for an old kernel and falls back to clone, whose flags can be looked at.
-    steps += [_step(_IF_EQUAL, SYS_CLONE3, 0, 1), _refuse(ENOSYS)]
-    steps += [
+    return steps
+
+
+def _of_call(number: int, steps: list[bytes]) -> list[bytes]:
+    """`steps` for one call alone; the number is loaded again behind them."""
+    return [_step(_IF_EQUAL, number, 0, len(steps) + 1), *steps, _step(_LOAD, _NUMBER)]
+
+
+def _mode_checks(argument: int, *, node: bool) -> list[bytes]:
+    steps = [
+        _step(_LOAD, _FIRST_ARGUMENT + 8 * argument),
+        _step(_IF_ANY_BIT, S_ISUID_OR_S_ISGID, 0, 1),
+        _refuse(EPERM),
+    ]
+    if node:
+        kinds = (0, S_IFREG, S_IFIFO, S_IFSOCK)
+        steps += [_step(_AND, S_IFMT)]
+        steps += [_step(_IF_EQUAL, kind, len(kinds) - at, 0) for at, kind in enumerate(kinds)]
+        steps += [_refuse(EPERM)]
+    return steps
+
+
+def _tail() -> list[bytes]:
+    return [
+        # glibc takes ENOSYS for an old kernel and falls back to clone, whose flags can be looked at.
+        _step(_IF_EQUAL, SYS_CLONE3, 0, 1), _refuse(ENOSYS),
         _step(_IF_EQUAL, SYS_CLONE, 0, 3),
         _step(_LOAD, _FIRST_ARGUMENT),
         _step(_IF_ANY_BIT, CLONE_NEW, 0, 4),
@@ -71,8 +136,7 @@ def program() -> bytes:
         _step(_IF_EQUAL, AF_UNIX, 0, 1),
         _step(_RETURN, _ALLOW),
         _refuse(EAFNOSUPPORT),
-    ]
-    return b"".join(steps)
+    ]  # fmt: skip
 
 
 def _refuse(error: int) -> bytes:

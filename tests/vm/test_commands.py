@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from sandboxd.errors import SetupError
-from sandboxd.vm import commands, jail
+from sandboxd.vm import commands, jail, virtiofs
 from sandboxd.vm.commands import Accelerator, Descriptors, Tools
-from sandboxd.vm.jail import Limits, Program
-from sandboxd.vm.machine import Drive, MachineSpec
+from sandboxd.vm.jail import Jail, Limits, Program
+from sandboxd.vm.machine import Drive, MachineSpec, Share
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "qemu"
 
@@ -61,12 +61,23 @@ def text(arguments: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def share_jail(*, read_only: bool) -> Jail:
+    found = virtiofs.Tools(
+        Program(Path("/usr/lib/qemu/virtiofsd"), (LOADER, LIBC)), Path("/usr/bin/unshare"), Path("/usr/bin/mount")
+    )
+    return virtiofs.prison(Share(9, read_only), 1024, jail.marker("i0", "box-1"), 4096, found, USER_TOOLS.jail)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
         ("qemu-tcg", commands.argv(SPEC, Accelerator.TCG, FDS)),
         ("qemu-kvm", commands.argv(SPEC, Accelerator.KVM, FDS)),
         ("qemu-tcg-network", commands.argv(NET_SPEC, Accelerator.TCG, FDS)),
+        ("qemu-tcg-share", commands.argv(SPEC, Accelerator.TCG, replace(FDS, share=24))),
+        ("virtiofsd", virtiofs.arguments(23)),
+        ("jail-virtiofsd", jail.argv(share_jail(read_only=False), 31, 32, ["-f"])),
+        ("jail-virtiofsd-read-only", jail.argv(share_jail(read_only=True), 31, 32, ["-f"])),
         ("sandbox-vsock", commands.device_argv(21, 22)),
         ("jail-qemu-root", jail.argv(commands.vmm_jail(SPEC, TOOLS, SIZE, None), 31, 32, ["-qemu"])),
         ("jail-qemu-root-kvm", jail.argv(commands.vmm_jail(SPEC, KVM_TOOLS, SIZE, Path("/s/kvm")), 31, 32, ["-qemu"])),
