@@ -31,6 +31,7 @@ Options:
   --default-image REF  what sandboxes start from unless they say otherwise; comes before the policy's
   --insecure-registry HOST:PORT
                        a registry that is spoken to without TLS; may be given again
+  --allow-bind         let the user it runs as share directories of this host with sandboxes, as the policy's allow_bind
   --no-network         as root: give no sandbox a network
   --audit-log FILE     where what was done is recorded, or none [audit/events.jsonl in the state directory]
   --audit-required     refuse what cannot be recorded there
@@ -154,8 +155,9 @@ async def _serve(
         images = await parts.enter_async_context(assembly.images(settings, places, policy))
         node = _node(settings)
         service = Service(
-            places, store, chosen.backend, policy, assets, uids, networks, used.files, images, audit, node
-        )
+            places, store, chosen.backend, policy, assets, uids, networks, used.files, images, audit, node,
+            assembly.kept(settings),
+        )  # fmt: skip
         await parts.enter_async_context(service)
         if policy.default_image != DEFAULT_IMAGE:
             images.prefetch(policy.default_image)

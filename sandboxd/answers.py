@@ -29,6 +29,13 @@ class Network(NamedTuple):
     allow_tcp: tuple[str, ...] = ()
 
 
+class Bind(NamedTuple):
+    """A directory of the host that is a sandbox's /workspace."""
+
+    host_path: str
+    read_only: bool = False
+
+
 class Mount(NamedTuple):
     """A volume's place in a sandbox."""
 
@@ -62,6 +69,7 @@ class Sandbox(NamedTuple):
     volumes: tuple[Mount, ...] = ()
     lifetime_secs: int = 0
     expires_at: str = ""
+    bind: Bind | None = None
 
 
 class Process(NamedTuple):
@@ -248,6 +256,7 @@ class AuditEvent(NamedTuple):
     env_names: tuple[str, ...]
     snapshot: str
     volumes: tuple[Mount, ...]
+    bind: Bind | None
     reason: str
     pid: int
     program: str

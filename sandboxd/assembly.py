@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ import anyio.to_thread
 
 from egress import network
 from egress.control import Event
-from sandboxd import envnames, policy_file, registries
+from sandboxd import bind, envnames, policy_file, registries
 from sandboxd import policy as rules
 from sandboxd.assets import apt, confined, oci, prepare
 from sandboxd.assets.prepare import Assets, Report
@@ -36,7 +37,7 @@ from sandboxd.registries import Registries
 from sandboxd.settings import Settings
 from sandboxd.termsafe import clean
 from sandboxd.uids import COUNT, image_uids, network_uids
-from sandboxd.vm import kvm, qemu, recovery
+from sandboxd.vm import kvm, qemu, recovery, virtiofs
 from sandboxd.vm.commands import Accelerator, Tools, find_tools
 from sandboxd.vm.machine import Backend, Machine, MachineSpec
 
@@ -47,7 +48,7 @@ log = logging.getLogger("sandboxd")
 class Parts:
     """What the daemon is put together from: a backend, what it settles once the images are there (and says in one
     line), where images come from; what gives sandboxes a network, why none is given, and the host's registries; what
-    clients may take of it."""
+    clients may take of it; why no directory of this host can be shared, empty where one can."""
 
     backend: Backend
     settle: Callable[[Assets, int | None], Awaitable[str]]
@@ -56,6 +57,7 @@ class Parts:
     no_network: str
     registries: Callable[[], Registries]
     limits: Limits = field(default_factory=Limits)
+    no_bind: Callable[[], str] = lambda: ""
 
 
 def parts(settings: Settings) -> Parts:
@@ -68,7 +70,12 @@ def parts(settings: Settings) -> Parts:
         proxy_uids = network_uids(settings.uid_base)
         return network.Egress(settings.state_dir, own, proxy_uids, on_event, lambda line: log.info("%s", clean(line)))
 
-    return Parts(backend, backend.settle, prepare.prepare, start_egress, _no_network(settings), _registries)
+    def no_bind() -> str:
+        return virtiofs.why_not(tools.jail, own, tools.open_files)
+
+    return Parts(
+        backend, backend.settle, prepare.prepare, start_egress, _no_network(settings), _registries, no_bind=no_bind
+    )
 
 
 def _no_network(settings: Settings) -> str:
@@ -88,6 +95,12 @@ def _registries() -> Registries:
     except SetupError:
         sources = []        # `prepare` says so where it matters
     return registries.read(sources, os.environ)
+
+
+def kept(settings: Settings) -> bind.Kept:
+    """What is never shared with a sandbox."""
+    prefix = None if sys.prefix == sys.base_prefix else Path(sys.prefix)
+    return bind.kept(settings, os.environ, Path(__file__).parent, prefix)
 
 
 def instance(state_dir: Path) -> str:
@@ -141,6 +154,13 @@ async def permitted(settings: Settings, chosen: Parts) -> tuple[Policy, Registri
             rules.check_image(image or policy.default_image, policy)
         except ApiError as fault:
             raise SetupError(f"the {what} {clean(image)} cannot be used: {fault}") from None
+    if policy.allow_bind or settings.allow_bind:
+        why_not = await anyio.to_thread.run_sync(chosen.no_bind)
+        if why_not:
+            log.warning("allow_bind has no effect, no directory can be shared here: %s", clean(why_not))
+        else:
+            policy = rules.with_bind(policy)
+            log.info("directories of this host can be shared with sandboxes, by uid %d alone", os.geteuid())
     if settings.audit_log is not None:
         policy = replace(policy, capabilities=policy.capabilities | {"audit"})
     if chosen.no_network:

@@ -32,7 +32,7 @@ from sandboxd.sandboxes import message
 from sandboxd.store import SandboxRecord
 from sandboxd.termsafe import clean
 from sandboxd.uids import Uids
-from sandboxd.vm.machine import Backend, Drive, Machine, MachineSpec
+from sandboxd.vm.machine import Backend, Drive, Machine, MachineSpec, Share
 from sandboxd.volumes import Volumes
 
 BOOT_S = 60.0
@@ -67,7 +67,9 @@ class Boot:
             log_failure(record.id, fault)
             raise
 
-    async def up(self, record: SandboxRecord, assets: Assets, undo: AsyncExitStack) -> Booted:
+    async def up(
+        self, record: SandboxRecord, assets: Assets, undo: AsyncExitStack, share: Share | None = None
+    ) -> Booted:
         """A machine of the record's size, with its network in force, whose guest answers and has been told nothing
         yet. `undo` takes all of it away again."""
         directory = self._places.machine(record.id)
@@ -98,6 +100,7 @@ class Boot:
                     ),
                     directory=directory, uid=uid,
                     tap_fd=None if link is None else link.tap_fd, mac="" if link is None else link.guest.mac,
+                    share=share,
                 )
             )  # fmt: skip
         finally:
@@ -116,7 +119,7 @@ class Boot:
         guest = Guest(booted.machine.vsock_path, protocol.VERSION)
         await _before_exit(
             booted.machine, "configuring the guest",
-            lambda: guest.configure(hostname, env, booted.network, files, record.volumes),
+            lambda: guest.configure(hostname, env, booted.network, files, record.volumes, record.bind),
         )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from sandboxd.answers import (
     AuditCheck,
     AuditEvent,
     BadAnswer,
+    Bind,
     Capabilities,
     Egress,
     EgressName,
@@ -52,6 +53,7 @@ __all__ = [
     "AuditCheck",
     "AuditEvent",
     "BadAnswer",
+    "Bind",
     "Capabilities",
     "Client",
     "Create",
@@ -137,6 +139,7 @@ class Create(NamedTuple):
     snapshot_id: str | None = None
     snapshot_every_secs: int | None = None
     snapshot_keep: int | None = None
+    bind: Bind | None = None
 
     def body(self) -> dict[str, Any]:
         """As the wire names it."""
@@ -155,6 +158,7 @@ class Create(NamedTuple):
             "labels": dict(self.labels or {}) or None,
             "network": None if self.network is None else self.network.body(),
             "volumes": [mount._asdict() for mount in self.volumes] or None,
+            "bind": None if self.bind is None else self.bind._asdict(),
         }
         return {key: value for key, value in asked.items() if value is not None}
 

@@ -135,6 +135,15 @@ def guest_path(field_name: str, text: str) -> str:
     return "/" + posixpath.normpath(text).lstrip("/")
 
 
+def host_path(field_name: str, text: str) -> str:
+    """An absolute path of the host as it is given, not resolved here."""
+    _bytes(field_name, text)
+    _utf8(field_name, text)
+    if not text.startswith("/"):
+        raise InvalidRequest(f"{field_name} must be an absolute path")
+    return text
+
+
 def branch(field_name: str, text: str) -> str:
     if not BRANCH.match(text) or ".." in text or "//" in text or text.endswith((".lock", "/", ".")):
         raise InvalidRequest(f"{field_name} is not a branch name")

@@ -24,7 +24,7 @@ from guestd import protocol
 from sandboxd import skew
 from sandboxd.errors import GuestProtocolError, SandboxError, Unsupported
 from sandboxd.socketstream import BrokenStreamError, SocketStream, connect
-from sandboxd.store import Mount
+from sandboxd.store import Bind, Mount
 
 GREETING_S = 10.0
 ANSWER_S = 60.0
@@ -222,10 +222,11 @@ class Guest:
 
     async def configure(
         self, hostname: str, env: dict[str, str], network: dict[str, Any] | None, files: Mapping[str, bytes],
-        volumes: Sequence[Mount],
+        volumes: Sequence[Mount], bind: Bind | None,
     ) -> None:  # fmt: skip
         """Once per machine. `files` are by path; `network` is the protocol's, None without an interface; `volumes` are
-        in the order of their drives. The values of `env` are in no error of this call."""
+        in the order of their drives; `bind` is what the machine shares. The values of `env` are in no error of this
+        call."""
         written = [
             {"path": path, "mode": FILE_MODE, "data": base64.b64encode(data).decode()} for path, data in files.items()
         ]
@@ -233,7 +234,7 @@ class Guest:
         await self._ask(
             "configure", hostname=hostname, machine_id=secrets.token_hex(16), entropy=secrets.token_hex(32),
             time_ns=time.time_ns(), env=env, network=network, files=written,
-            volumes=mounts,
+            volumes=mounts, bind=None if bind is None else {"read_only": bind.read_only},
         )  # fmt: skip
 
     async def execute(self, end_stdin: bool, **fields: Any) -> Session:

@@ -16,8 +16,8 @@ from egress import policy as egress
 from sandboxd import fields, wire
 from sandboxd.assets import reference
 from sandboxd.errors import InvalidRequest, Refused, Unsupported
-from sandboxd.store import Mount, Network
-from sandboxd.wire import CreateRequest, NetworkRequest
+from sandboxd.store import Bind, Mount, Network
+from sandboxd.wire import BindRequest, CreateRequest, NetworkRequest
 
 DEFAULT_IMAGE = "sandbox-base"
 
@@ -84,6 +84,8 @@ class Policy:
     may_allow_tcp: tuple[str, ...] = ()
     private: tuple[str, ...] = ()
     pools: tuple[PoolSize, ...] = ()
+    allow_bind: bool = False
+    """Whether directories of this host may be shared; they are where the capability is there, too."""
     capabilities: frozenset[str] = frozenset({"workspace_bundle", "tunnel", "metrics", "volumes"})
 
 
@@ -103,6 +105,10 @@ def with_network(policy: Policy) -> Policy:
 
 def with_images(policy: Policy) -> Policy:
     return replace(policy, capabilities=policy.capabilities | {"images"})
+
+
+def with_bind(policy: Policy) -> Policy:
+    return replace(policy, capabilities=policy.capabilities | {"bind_workspace"})
 
 
 def without_network(policy: Policy) -> Policy:
@@ -148,10 +154,11 @@ class Spec:
     network: Network
     env: dict[str, str] = field(repr=False)
     volumes: tuple[Mount, ...] = ()
+    bind: Bind | None = None
 
 
-def resolve(request: CreateRequest, policy: Policy) -> Spec:
-    """Checks in the order of API §3.2, steps 2 to 11."""
+def resolve(request: CreateRequest, policy: Policy, *, local: bool = False) -> Spec:
+    """Checks in the order of API §3.2, steps 2 to 11. `local` is a request that came over a unix socket."""
     limits = policy.limits
     if request.snapshot_id:
         raise Unsupported("this endpoint has no snapshots")
@@ -174,12 +181,20 @@ def resolve(request: CreateRequest, policy: Policy) -> Spec:
         raise InvalidRequest(f"lifetime_secs must be between 0 and {longest}")
     env = fields.check_env(request.env or {})
     decided = network(request.network, policy)
-    if request.bind is not None:
-        raise Refused("the server's policy does not allow bind")
+    bind = None if request.bind is None else _bind(request.bind, policy, local)
     if request.snapshot_every_secs or request.snapshot_keep:
         raise Unsupported("this endpoint has no snapshots")
     volumes = fields.mounts(request.volumes or ())
-    return Spec(name, image, cpus, memory_mb, disk_mb, idle, lifetime, labels, decided, env, volumes)
+    return Spec(name, image, cpus, memory_mb, disk_mb, idle, lifetime, labels, decided, env, volumes, bind)
+
+
+def _bind(asked: BindRequest, policy: Policy, local: bool) -> Bind:
+    """Whoever may not have any is told so before the path is looked at."""
+    if "bind_workspace" not in policy.capabilities:
+        raise Refused("the server's policy does not allow bind")
+    if not local:
+        raise Refused("bind is for this machine's own people: over its unix socket, not over the network")
+    return Bind(fields.host_path("bind.host_path", asked.host_path or ""), bool(asked.read_only))
 
 
 def image_name(image: str) -> str:

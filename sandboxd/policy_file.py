@@ -54,9 +54,8 @@ def parse(data: bytes, built_in: Policy, faults: list[str]) -> Policy:
 
 
 def _policy(root: Section, built_in: Policy) -> Policy:
-    if root.take("allow_bind", False, lambda value: isinstance(value, bool), "true or false"):
-        root.fault("allow_bind", "bind is not built yet")
-    built_in = _images(root, built_in)
+    allow_bind = root.take("allow_bind", built_in.allow_bind, lambda value: isinstance(value, bool), "true or false")
+    built_in = _images(root, replace(built_in, allow_bind=allow_bind))
     limits = _limits(root.section("limits"), built_in.limits)
     policy = _defaults(root.section("defaults"), replace(built_in, limits=limits))
     policy = _network(root.section("network"), policy)

@@ -114,7 +114,7 @@ class Pools:
         """The one that has waited longest, where a create wants just that and nothing that is fixed at boot beside it.
         It may be gone after the next await unless it is taken."""
         shape = Shape(spec.image, spec.cpus, spec.memory_mb, spec.disk_mb, spec.network)
-        if spec.volumes:
+        if spec.volumes or spec.bind is not None:
             return None
         return next((pool.ready[0] for pool in self.all if pool.shape == shape and pool.ready), None)
 

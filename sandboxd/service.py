@@ -21,10 +21,12 @@ from pathlib import Path
 import anyio
 
 from guestd import protocol
-from sandboxd import boot, fields, history
+from sandboxd import bind, boot, fields, history
 from sandboxd import policy as rules
+from sandboxd.address import Peer, UnixPeer
 from sandboxd.assets.prepare import Assets
 from sandboxd.audit import Audit
+from sandboxd.bind import Kept
 from sandboxd.boot import Boot
 from sandboxd.chain import Report
 from sandboxd.changes import Changes
@@ -44,11 +46,11 @@ from sandboxd.processes import Command, Finished, Process
 from sandboxd.readiness import AssetsState
 from sandboxd.restart import Adopted, Restart
 from sandboxd.sandboxes import Held, Live, Sandboxes, boot_s
-from sandboxd.store import Network, ProcessRecord, SandboxRecord, Store, Unreadable, VolumeRecord
+from sandboxd.store import Bind, Network, ProcessRecord, SandboxRecord, Store, Unreadable, VolumeRecord
 from sandboxd.supervision import Supervision
 from sandboxd.uids import Uids
 from sandboxd.usage import Sample
-from sandboxd.vm.machine import Backend
+from sandboxd.vm.machine import Backend, Share
 from sandboxd.volumes import Volumes, holder
 from sandboxd.wire import SIGNALS, AuditEvent, CreateRequest, PatchRequest, ProcessRequest, VolumeRequest
 
@@ -64,13 +66,13 @@ class Service:
     def __init__(
         self, places: Places, store: Store, backend: Backend, policy: Policy, assets: AssetsState,
         uids: Uids | None, networks: Networks, guest_files: Mapping[str, bytes], images: Images,
-        audit: Audit, node: Node,
+        audit: Audit, node: Node, kept: Kept,
     ) -> None:  # fmt: skip
-        """`guest_files` are written in sandboxes that have a network."""
+        """`guest_files` are written in sandboxes that have a network; what is `kept` is shared with none."""
         self.policy, self.node, self.audit = policy, node, audit
         self.backend_name = backend.name
         self._places, self._store, self._assets = places, store, assets
-        self._networks, self._images = networks, images
+        self._networks, self._images, self._kept = networks, images, kept
         self._volumes = Volumes(store, places.volumes, backend.recover)
         self._tasks = anyio.create_task_group()
         self._sandboxes = Sandboxes(places, store, audit, self._tasks)
@@ -97,12 +99,17 @@ class Service:
 
     # -- sandboxes
 
-    async def create(self, request: CreateRequest) -> SandboxRecord:
+    async def create(self, request: CreateRequest, peer: Peer) -> SandboxRecord:
         with self.node.creates.counted():
-            return await self._create(request)
+            spec = rules.resolve(request, self.policy, local=isinstance(peer, UnixPeer))
+            if spec.bind is None:
+                return await self._create(spec, None)
+            asked = spec.bind
+            with await anyio.to_thread.run_sync(bind.open_directory, asked.host_path, peer, self._kept) as directory:
+                spec = replace(spec, bind=Bind(bind.place(directory), asked.read_only))
+                return await self._create(spec, Share(directory.fd, asked.read_only))
 
-    async def _create(self, request: CreateRequest) -> SandboxRecord:
-        spec = rules.resolve(request, self.policy)
+    async def _create(self, spec: Spec, share: Share | None) -> SandboxRecord:
         self._networks.require(spec.network)
         self._volumes.require(spec.volumes)
         assets = self._assets.get()
@@ -112,7 +119,7 @@ class Service:
         record = live.record
         try:
             with anyio.CancelScope() as live.creating:
-                await self._bring_up(live, spec, assets)
+                await self._bring_up(live, spec, share, assets)
                 self._supervision.watch(live)
                 log.info("%s: runs, %.1f s after it was asked for", record.id, live.age_s)
                 return live.record
@@ -354,12 +361,14 @@ class Service:
     async def bundle_in(self, ref: str, branch: str, size: int, body: Source) -> None:
         name = fields.branch("branch", branch)
         async with self._sandboxes.using(ref) as live:
+            _require_own_workspace(live.record)
             self.audit.require()
             await live.guest.bundle_in(name, size, body)
             self.audit.record("workspace.in", live.record.id, path=WORKSPACE, reason=name)
 
     async def bundle_out(self, ref: str, base: str, branch: str) -> Held:
         start, name = fields.commit_or_branch("base", base), fields.branch("branch", branch)
+        _require_own_workspace(self._sandboxes.find(ref).record)
         self.audit.require()
         live, held = await self._sandboxes.hold(ref, lambda guest: guest.bundle_out(start, name))
         self.audit.record("workspace.out", live.record.id, reason=f"{start}..{name}", bytes=held.size)
@@ -401,7 +410,7 @@ class Service:
             cpus=spec.cpus, memory_mb=spec.memory_mb, disk_mb=spec.disk_mb, env_names=tuple(sorted(spec.env)),
             network=spec.network, created_at=time.time(), idle_timeout_secs=spec.idle_timeout_secs,
             lifetime_secs=spec.lifetime_secs, labels=spec.labels, guest_version=protocol.VERSION,
-            created_boot_s=boot_s(), volumes=spec.volumes,
+            created_boot_s=boot_s(), volumes=spec.volumes, bind=spec.bind,
         )  # fmt: skip
         self._store.put(record)
         live = self._sandboxes.add(record)
@@ -410,10 +419,10 @@ class Service:
             live.waited = waiting
         return live
 
-    async def _bring_up(self, live: Live, spec: Spec, assets: Assets) -> None:
+    async def _bring_up(self, live: Live, spec: Spec, share: Share | None, assets: Assets) -> None:
         waited = live.waited
         async with AsyncExitStack() if waited is None else waited.undo as undo:
-            booted = await self._boot.up(live.record, assets, undo) if waited is None else waited.booted
+            booted = await self._boot.up(live.record, assets, undo, share) if waited is None else waited.booted
             live.claim = booted.claim
             await self._boot.configure(booted, live.record, spec.env)
             self._runs(live, booted)
@@ -427,7 +436,7 @@ class Service:
         self.audit.record(
             "sandbox.created", running.id, name=running.name or None, image=running.image,
             labels=running.labels or None, network=running.network, env_names=running.env_names or None,
-            volumes=running.volumes or None, reason=None if live.waited is None else "pool",
+            volumes=running.volumes or None, bind=running.bind, reason=None if live.waited is None else "pool",
         )  # fmt: skip
         try:
             self._store.put(running)
@@ -437,6 +446,11 @@ class Service:
         live.record, live.machine = running, booted.machine
         # However long it took: its clock starts now.
         live.active_at = time.monotonic()
+
+
+def _require_own_workspace(record: SandboxRecord) -> None:
+    if record.bind is not None:
+        raise Conflict("/workspace is a directory of the host: what is in it is there already")
 
 
 def _command(request: ProcessRequest) -> Command:

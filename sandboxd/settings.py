@@ -56,6 +56,7 @@ class Settings:
     audit_required: bool
     metrics: TcpAddress | None
     node: NodeSettings
+    allow_bind: bool = False
 
 
 def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> Settings:
@@ -93,6 +94,7 @@ def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> 
         audit_required=bool(flags["--audit-required"]),
         metrics=_metrics(flags["--metrics-listen"]) if flags["--metrics-listen"] else None,
         node=_node(flags),
+        allow_bind=bool(flags["--allow-bind"]),
     )
 
 

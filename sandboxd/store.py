@@ -67,6 +67,14 @@ class Mount:
 
 
 @dataclass(frozen=True, slots=True)
+class Bind:
+    """A directory of the host at /workspace."""
+
+    host_path: str
+    read_only: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SandboxRecord:
     """One sandbox. Times are seconds since the epoch; `lifetime_secs` 0 means none, `uid` is its VMM's when root.
 
@@ -92,6 +100,7 @@ class SandboxRecord:
     guest_version: int = 1
     created_boot_s: float = 0.0
     volumes: tuple[Mount, ...] = ()
+    bind: Bind | None = None
 
 
 @dataclass(frozen=True, slots=True)

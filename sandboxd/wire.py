@@ -228,6 +228,13 @@ class Network(Answer, frozen=True, kw_only=True):
     allow_tcp: Annotated[tuple[str, ...], about("`HOST:PORT` on other ports than the web's.")] = ()
 
 
+class Bind(Answer, frozen=True, kw_only=True):
+    """A directory of the host in a sandbox."""
+
+    host_path: Annotated[str, about("Where it is on the host, links resolved.")]
+    read_only: Annotated[bool, about("Whether the guest can only read it.")]
+
+
 class Mount(Answer, frozen=True, kw_only=True):
     """A volume's place in a sandbox."""
 
@@ -252,6 +259,7 @@ class Sandbox(Answer, frozen=True, kw_only=True):
     expires_at: Annotated[str, about("When that is.", format="date-time")] = ""
     labels: Annotated[dict[str, str], about("Its labels.")] = {}
     volumes: Annotated[tuple[Mount, ...], about("Volumes mounted in it.")] = ()
+    bind: Annotated[Bind | None, about("The directory of its host that is its `/workspace`; absent: none.")] = None
 
 
 class Sandboxes(Answer, frozen=True, kw_only=True):
@@ -448,6 +456,7 @@ class AuditEvent(Answer, frozen=True, kw_only=True):
     env_names: Annotated[tuple[str, ...], about("Names only.")] = ()
     snapshot: Annotated[str, about("Its id.")] = ""
     volumes: Annotated[tuple[Mount, ...], about("Mounted in it.")] = ()
+    bind: Annotated[Bind | None, about("The directory of the host that it shares.")] = None
     reason: Annotated[str, about("Why, or for a bundle which branch.")] = ""
     pid: Annotated[int, about("Of a process.")] = 0
     program: Annotated[str, about("Its first argument.")] = ""

@@ -1,13 +1,13 @@
 """A process that stands for a VMM in tests: its wire is the real one, and behind it runs the real guestd.
 
-    python tests/fake_vmm.py --listen PATH --root DIR [--helper GUEST_EXEC]
+    python tests/fake_vmm.py --listen PATH --root DIR [--helper GUEST_EXEC] [--workspace DIR [--read-only]]
 
 binds a unix socket at PATH that takes `CONNECT 5000\\n` and answers `OK n\\n`, as the vsock device of a
 real machine does, and prints `ready` once guestd answers. There is no VM: guestd runs in a bubblewrap
 container that has the host's programs read-only and its own /workspace, /sandbox/home, /tmp and process
-numbers, with what it writes in DIR. As root, commands run there as uid 1001, each in a cgroup where the
-host has a version 2 hierarchy; as an ordinary user everything is uid 1001 of a user namespace. TERM, or the
-death of this process, ends all of it.
+numbers, with what it writes in DIR (`--workspace`: another directory for /workspace). As root, commands run
+there as uid 1001, each in a cgroup where the host has a version 2 hierarchy; as an ordinary user everything
+is uid 1001 of a user namespace. TERM, or the death of this process, ends all of it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def remove_cgroup(path: Path) -> None:
         time.sleep(0.02)
 
 
-def container(root: Path, helper: Path, cgroup: Path | None) -> list[str]:
+def container(
+    root: Path, helper: Path, cgroup: Path | None, workspace: Path | None = None, *, read_only: bool = False
+) -> list[str]:
     """The command line that runs guestd in its container."""
     argv = ["bwrap", "--die-with-parent", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
     if os.geteuid() == 0:
@@ -86,7 +88,7 @@ def container(root: Path, helper: Path, cgroup: Path | None) -> list[str]:
         "--perms", "1777", "--size", str(SMALL_BYTES), "--tmpfs", "/run/small",
         "--bind", str(root / "run"), "/run/guest",
         "--bind", str(root / "tmp"), "/tmp",
-        "--bind", str(root / "workspace"), "/workspace",
+        "--ro-bind" if read_only else "--bind", str(workspace or root / "workspace"), "/workspace",
         "--bind", str(root / "home"), "/sandbox/home",
         "--ro-bind", str(REPOSITORY), "/run/sandbox",
         "--ro-bind", str(helper), "/run/guest-exec",
@@ -220,6 +222,8 @@ def main() -> None:
     flags.add_argument("--listen", type=Path, required=True)
     flags.add_argument("--root", type=Path, required=True)
     flags.add_argument("--helper", type=Path, default=REPOSITORY / "build" / "guest-exec")
+    flags.add_argument("--workspace", type=Path)
+    flags.add_argument("--read-only", action="store_true")
     given = flags.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if shutil.which("bwrap") is None:
@@ -228,7 +232,8 @@ def main() -> None:
     hierarchy = cgroup_hierarchy()
     cgroup = None if hierarchy is None else make_cgroup(hierarchy)
     listener = listen(given.listen)
-    child = subprocess.Popen(container(given.root, given.helper, cgroup), stdin=subprocess.DEVNULL)
+    command = container(given.root, given.helper, cgroup, given.workspace, read_only=given.read_only)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
         guest = Guest(given.root)
         threading.Thread(target=serve, args=(listener, guest), daemon=True).start()

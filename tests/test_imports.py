@@ -148,6 +148,12 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ),
         (),
     ),
+    # The one part of the daemon's that looks at a path a request names.
+    (
+        "sandboxd.bind",
+        ("sandboxd.address", "sandboxd.errors", "sandboxd.settings", "native"),
+        (),
+    ),
     ("sandboxd.registries", ("sandboxd.errors", "egress.policy"), ()),
     (
         "sandboxd.policy_file",
@@ -278,12 +284,13 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "sandboxd.service",
         (
-            "sandboxd.audit", "sandboxd.boot", "sandboxd.chain", "sandboxd.changes", "sandboxd.ending",
-            "sandboxd.errors", "sandboxd.events", "sandboxd.fields", "sandboxd.guest", "sandboxd.history",
-            "sandboxd.images", "sandboxd.lifecycle", "sandboxd.networks", "sandboxd.node", "sandboxd.places",
-            "sandboxd.policy", "sandboxd.pools", "sandboxd.processes", "sandboxd.readiness", "sandboxd.restart",
-            "sandboxd.sandboxes", "sandboxd.store", "sandboxd.supervision", "sandboxd.uids", "sandboxd.usage",
-            "sandboxd.volumes", "sandboxd.wire", "sandboxd.assets.prepare", "sandboxd.vm.machine", "guestd.protocol",
+            "sandboxd.address", "sandboxd.audit", "sandboxd.bind", "sandboxd.boot", "sandboxd.chain",
+            "sandboxd.changes", "sandboxd.ending", "sandboxd.errors", "sandboxd.events", "sandboxd.fields",
+            "sandboxd.guest", "sandboxd.history", "sandboxd.images", "sandboxd.lifecycle", "sandboxd.networks",
+            "sandboxd.node", "sandboxd.places", "sandboxd.policy", "sandboxd.pools", "sandboxd.processes",
+            "sandboxd.readiness", "sandboxd.restart", "sandboxd.sandboxes", "sandboxd.store", "sandboxd.supervision",
+            "sandboxd.uids", "sandboxd.usage", "sandboxd.volumes", "sandboxd.wire", "sandboxd.assets.prepare",
+            "sandboxd.vm.machine", "guestd.protocol",
         ),
         ("anyio",),
     ),

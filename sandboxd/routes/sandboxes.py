@@ -33,7 +33,7 @@ def capabilities(service: Service) -> wire.Capabilities:
 
 async def _create(service: Service, request: Request) -> Reply:
     asked = await read_json(request, wire.CreateRequest)
-    return ok(_sandbox(await service.create(asked)), 201)
+    return ok(_sandbox(await service.create(asked, request.peer)), 201)
 
 
 async def _list(service: Service, request: Request) -> Reply:
@@ -73,6 +73,9 @@ def _sandbox(record: SandboxRecord) -> wire.Sandbox:
         idle_timeout_secs=record.idle_timeout_secs, lifetime_secs=record.lifetime_secs,
         expires_at=timestamp(ends) if record.lifetime_secs else "", labels=record.labels,
         volumes=tuple(wire.Mount(name=one.name, path=one.path, read_only=one.read_only) for one in record.volumes),
+        bind=None if record.bind is None else wire.Bind(
+            host_path=record.bind.host_path, read_only=record.bind.read_only
+        ),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ Started as a process of its own, so that it can be killed. Files in STATE-DIR/..
 machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with; `speaks` is
 the protocol version the daemon is to have, `patience` its seconds of `heartbeat`; `events` what the stand-in network
 tells, `report` what it answers, `no_open` and `no_update` let it fail; `limits` (JSON) are other ones than the
-product's.
+product's; `no_bind` says why no directory can be shared.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sandboxd.errors import BootFailed
 from sandboxd.limits import Limits
 from sandboxd.registries import Registries
 from sandboxd.settings import Settings, read
-from sandboxd.vm.machine import Machine, MachineSpec, Program
+from sandboxd.vm.machine import Machine, MachineSpec, Program, Share
 from sandboxd.vm.processes import start_ticks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,7 +106,7 @@ class FakeBackend:
             return HostileMachine(spec, hostile)
         if self.knob("no_boot"):
             raise BootFailed("starting the VMM", 1, b"panic: \x1b]0;title\x07no root\n")
-        return FakeMachine(spec.directory, spec.id, launch(spec.directory))
+        return FakeMachine(spec.directory, spec.id, launch(spec.directory, spec.share))
 
     async def adopt(self, directory: Path, sandbox_id: str) -> Machine | None:
         pid = recorded(directory)
@@ -136,10 +136,13 @@ def marked(directory: Path) -> int | None:
     return None
 
 
-def launch(directory: Path) -> int:
+def launch(directory: Path, share: Share | None) -> int:
     """The pid of a fake_vmm that outlives this process."""
     command = [sys.executable, str(FAKE_VMM)]
     command += ["--listen", str(directory / "vsock.sock"), "--root", str(directory / "root")]
+    if share is not None:
+        command += ["--workspace", os.readlink(f"/proc/self/fd/{share.directory_fd}")]
+        command += ["--read-only"] if share.read_only else []
     with (directory / "vmm.log").open("wb") as log:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     (directory / "vm.json").write_text(json.dumps({"pid": child.pid}))
@@ -315,7 +318,7 @@ def parts(settings: Settings) -> Parts:
 
     return Parts(
         backend, settle, prepare, egress, "a stand-in without one" if settings.no_network else "", registries,
-        Limits(**json.loads(backend.knob("limits") or b"{}")),
+        Limits(**json.loads(backend.knob("limits") or b"{}")), lambda: backend.knob("no_bind").decode(),
     )  # fmt: skip
 
 

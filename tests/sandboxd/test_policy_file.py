@@ -142,7 +142,7 @@ def test_what_it_says(text: str, expected: Policy) -> None:
             "images: [sandbox-base]\npools: [{size: 1, image: a.test/b}]", "pools[0].image: 'a.test/b' is not among",
             id="a pool of a forbidden image",
         ),
-        pytest.param("allow_bind: true", "allow_bind: bind is not built yet", id="bind"),
+        pytest.param("allow_bind: 1", "allow_bind: it must be true or false", id="a number for bind"),
         pytest.param("network: {ceiling: wide}", "network.ceiling: it must be one of none, allow", id="no mode"),
         pytest.param(
             "network: {default: {mode: open}}", "network.default.mode: open is above network.ceiling, allowlist",
