@@ -75,6 +75,8 @@ class Run:
             if asked.agent:
                 network.for_agents(offer, os.geteuid())
             wanted = wanted._replace(network=network.of_run(asked.network, offer, asked.hosts))
+        if asked.secrets:
+            secrets.guard()
         values = secrets.fetch(asked.secrets, os.environ)
         with Status() as status:
             if self._repo:

@@ -41,6 +41,14 @@ class Values(NamedTuple):
         return f"Values({', '.join(self.env)})"
 
 
+def guard() -> None:
+    """From here on this process is worth reading: no core file of it, and nobody else's eyes in its /proc (proc(5))."""
+    import prctl
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    prctl.set_dumpable(0)
+
+
 def check(secrets: Iterable[Secret], environ: Mapping[str, str]) -> None:
     """Raises where a variable or file is not there. Nothing is run, and no value is read."""
     for one in secrets:
@@ -55,8 +63,6 @@ def fetch(secrets: Iterable[Secret], environ: Mapping[str, str], now_s: float | 
     env: dict[str, str] = {}
     notes = []
     for one in sorted(secrets, key=lambda each: each.name):
-        if not env:
-            _leave_no_core()
         env[one.name] = _text(one, _raw(one, environ))
         if one.source == "file" and (who := _others(one)):
             notes.append(f"secret {one.name}: {one.value} can be read by {who}: chmod 600 {one.value}")
@@ -186,11 +192,3 @@ def _others(one: Secret) -> str:
     if info.st_uid != os.geteuid() or not info.st_mode & 0o044:
         return ""
     return "everybody here" if info.st_mode & 0o004 else "its group"
-
-
-def _leave_no_core() -> None:
-    """From here on this process is worth reading: no core file of it, and nobody else's eyes in its /proc."""
-    import prctl
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    prctl.set_dumpable(0)

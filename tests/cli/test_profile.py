@@ -142,7 +142,7 @@ def test_the_stronger_of_two(wish: str, demand: object, chosen: str) -> None:
 
 
 def test_what_a_profile_refuses_is_told_before_any_daemon_is_asked(tmp_path: Path) -> None:
-    person = Person(tmp_path, tmp_path / "none.sock")
+    person = Person(tmp_path, Path("/etc/passwd/none.sock"))
     done = person.run("run", "--profile", "prod", "--network", "open", "--", "true")
     assert (done.returncode, done.stderr) == (
         1, b"sandbox-cli: profile prod does not permit network open: use --network allowlist or --network none\n"
