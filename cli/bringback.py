@@ -1,7 +1,8 @@
 """What travels between the person's repository and a sandbox, both ways as a git bundle.
 
 Out goes `HEAD` and its history (`bundle_head`). Back comes a file a guest wrote, and `receive` makes
-one thing of it: the ref `refs/sandbox/<name>` and the objects it needs. No branch, index, working tree,
+one thing of it: the ref `refs/sandbox/<name>` and the objects it needs; `receive_checkpoint` does the same for
+`refs/sandbox/checkpoints/<sandbox>`. No branch, index, working tree,
 HEAD or setting is touched, nothing is checked out, no submodule is entered. In order:
 
 1. The header names exactly one ref, the expected one, in this repository's object format (`bundle`).
@@ -44,6 +45,9 @@ from sandboxd.termsafe import clean
 
 BRANCH = "refs/heads/sandbox"
 REFS = "refs/sandbox"
+CHECKPOINT = "refs/sandbox/checkpoint"
+"""In a guest; here they are below CHECKPOINTS, by sandbox."""
+CHECKPOINTS = f"{REFS}/checkpoints"
 RESERVED = frozenset({"fleet", "checkpoints", "mirror"})
 NAME_BYTES = 200
 # git-check-ref-format(1), but for the rules on slashes, dots and `.lock`, which are about parts.
@@ -124,27 +128,57 @@ def receive(
     A person's own choice of a name is the caller's to check.
     """
     check_name(name, ours=True)
+    return _take_over(repo, bundle, base, (BRANCH, f"{REFS}/{name}"), limits)
+
+
+def receive_checkpoint(
+    repo: Repository, bundle: IO[bytes] | Path, base: str, sandbox: str, limits: Limits = DEFAULT
+) -> Received:
+    """Takes a bundle over whose one ref is the guest's checkpoint."""
+    return _take_over(repo, bundle, base, (CHECKPOINT, f"{CHECKPOINTS}/{sandbox}"), limits)
+
+
+def drop_checkpoint(repo: Repository, sandbox: str, commit: str) -> None:
+    """Deletes a sandbox's checkpoint ref where it still names `commit`."""
+    ref = f"{CHECKPOINTS}/{sandbox}"
+    try:
+        _check_plain(repo, ref)
+        githard.run(repo.place, "update-ref", "--no-deref", "-d", ref, commit, bounds=Bounds(time_s=60))
+    except GitError as error:
+        raise BringBackError(f"{ref} cannot be removed: {error}") from None
+
+
+def commit_of(repo: Repository, ref: str) -> str | None:
+    """The commit a ref names, None where there is no such ref."""
+    answer = githard.run(repo.place, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}", accept=(0, 1, 128))
+    return answer.stdout.decode("ascii", "replace").strip() if answer.status == 0 else None
+
+
+def _take_over(
+    repo: Repository, bundle: IO[bytes] | Path, base: str, refs: tuple[str, str], limits: Limits
+) -> Received:
+    """`refs`: the one the bundle has to bring, and the one it becomes here."""
     deadline = time.monotonic() + limits.time_s
     with _opened(bundle) as fd:
         try:
-            header, scan = _read(repo, fd, limits, deadline)
+            header, scan = _read(repo, fd, refs[0], limits, deadline)
         except (BundleError, PackError) as error:
             raise BundleRefusedError(f"the returned bundle is refused: {error}") from None
         try:
             with _locked(repo.common_dir / "objects", deadline) as lock:
-                return _Receiver(repo, limits, deadline, lock).take(fd, header, scan, base, f"{REFS}/{name}")
+                return _Receiver(repo, limits, deadline, lock).take(fd, header, scan, base, refs[1])
         except OSError as error:
             where = clean(os.fsdecode(error.filename)) if error.filename else "the repository"
             raise BringBackError(f"{where}: {error.strerror}") from None
 
 
-def _read(repo: Repository, fd: int, limits: Limits, deadline: float) -> tuple[Header, pack.Scan]:
+def _read(repo: Repository, fd: int, ref: str, limits: Limits, deadline: float) -> tuple[Header, pack.Scan]:
     size = os.fstat(fd).st_size
     if size > limits.bundle_bytes:
         raise BundleError(f"it has {size} bytes; {limits.bundle_bytes} is the most")
     header = _header(fd, size)
-    if header.ref != BRANCH:
-        raise BundleError(f"it brings the ref '{clean(header.ref)[:100]}', not {BRANCH}")
+    if header.ref != ref:
+        raise BundleError(f"it brings the ref '{clean(header.ref)[:100]}', not {ref}")
     if header.object_format != repo.object_format:
         raise BundleError(f"its objects are named by {header.object_format}, not {repo.object_format}")
     return header, pack.scan(fd, header.size_bytes, size, header.object_format, limits, deadline)
@@ -312,7 +346,7 @@ class _Receiver:
         answers = self._git(place, "cat-file", "--batch-check=%(objecttype)", stdin=asked).splitlines()
         for name, answer in zip(names, answers, strict=True):
             if answer != "commit" and name == header.commit:
-                raise PackError(f"{BRANCH} is a {answer}, not a commit")
+                raise PackError(f"{header.ref} is a {answer}, not a commit")
             if answer != "commit":
                 raise PackError(f"it builds on {name}, which is no commit of this repository")
         if header.prerequisites:
@@ -339,7 +373,7 @@ class _Receiver:
 
     def _point(self, ref: str, commit: str) -> str | None:
         """Sets the ref itself, never what it may be made to stand for; says what that unlinks."""
-        self._check_plain(ref)
+        _check_plain(self._repo, ref)
         place = self._repo.place
         bounds = Bounds(time_s=60)
         old = githard.run(place, "rev-parse", "--verify", "--quiet", ref, bounds=bounds, accept=(0, 1, 128))
@@ -357,13 +391,14 @@ class _Receiver:
         self._git(place, "update-ref", "--no-deref", "-m", "sandbox: brought back", ref, commit)
         return replaced
 
-    def _check_plain(self, ref: str) -> None:
-        """No directory on the way to the ref may be a link: it could lead among the branches. Nor may its log, to
-        which git appends: it could lead anywhere."""
-        parts = ref.removeprefix(f"{REFS}/").split("/")
-        for start, names in ((REFS, parts[:-1]), (f"logs/{REFS}", parts)):
-            path = self._repo.common_dir / start
-            for part in ("", *names):
-                path = path / part
-                if path.is_symlink():
-                    raise BringBackError(f"{clean(str(path))} is a symbolic link: remove it first")
+
+def _check_plain(repo: Repository, ref: str) -> None:
+    """No directory on the way to the ref may be a link: it could lead among the branches. Nor may its log, to which
+    git appends: it could lead anywhere."""
+    parts = ref.removeprefix(f"{REFS}/").split("/")
+    for start, names in ((REFS, parts[:-1]), (f"logs/{REFS}", parts)):
+        path = repo.common_dir / start
+        for part in ("", *names):
+            path = path / part
+            if path.is_symlink():
+                raise BringBackError(f"{clean(str(path))} is a symbolic link: remove it first")

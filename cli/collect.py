@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cli import bringback, context, gate, place, repository, session, show
+from cli import bringback, checkpoint, context, gate, place, repository, session, show
 from cli.bringback import Received
 from cli.gate import Review
 from cli.gather import BRANCH, Gathered, gather
 from cli.repository import Repository
 from cli.session import Session
-from sandboxd.client import Client, Sandbox
+from sandboxd.client import Client
 from sandboxd.errors import Conflict, NotFound, SandboxError
 from sandboxd.termsafe import clean
 
@@ -43,22 +43,17 @@ def main(args: dict[str, Any]) -> int:
         sandbox = endpoint.client.get(args["SANDBOX"])
     except NotFound:
         if record and record.context == endpoint.client.endpoint.address:
-            session.forget(config, record.sandbox)
+            raise SandboxError(_over(config, args["SANDBOX"], "", record)) from None
         raise
     record = record or session.load(config, sandbox.id)
     if sandbox.state == "terminated":
-        session.forget(config, sandbox.id)
-        raise SandboxError(ended(args["SANDBOX"], sandbox, record))
-    if record is None:
-        raise SandboxError(f"no run from this account put a repository into {clean(args['SANDBOX'])}")
-    repo = repository.discover(Path(record.repo))
-    if repo is None:
-        raise SandboxError(f"there is no repository at {clean(record.repo)} any more")
+        raise SandboxError(_over(config, args["SANDBOX"], sandbox.name or sandbox.id, record))
+    record, repo = recorded(config, sandbox.id, args["SANDBOX"])
     if args["--name"]:
         bringback.check_name(args["--name"])
     name = args["--name"] or record.branch
     gathered, received = collect(endpoint.client, sandbox.id, repo, record.base, name)
-    session.save(config, replace(record, brought_back=True))
+    session.update(config, record.sandbox, brought_back=True)
     review = gate.review(repo, record.base, received.commit) if received else Review()
     if args["--json"]:
         show.as_json(result(received, review))
@@ -66,11 +61,31 @@ def main(args: dict[str, Any]) -> int:
     return 0
 
 
-def ended(ref: str, sandbox: Sandbox, record: Session | None) -> str:
+def recorded(config: Path, sandbox: str, ref: str) -> tuple[Session, Repository]:
+    """The record of a sandbox, and the repository it is of; raises where there is none."""
+    record = session.load(config, sandbox)
+    if record is None:
+        raise SandboxError(f"no run from this account put a repository into {clean(ref)}")
+    repo = repository.discover(Path(record.repo))
+    if repo is None:
+        raise SandboxError(f"there is no repository at {clean(record.repo)} any more")
+    return record, repo
+
+
+def _over(config: Path, ref: str, name: str, record: Session | None) -> str:
+    """What there is to say of a sandbox that is gone. Its record goes too, once there is nothing in it to find."""
+    if record and not record.checkpoint:
+        session.forget(config, record.sandbox)
+    return ended(ref, name, record)
+
+
+def ended(ref: str, name: str, record: Session | None) -> str:
     """Why nothing more comes of it, and where to look for what came. A record that is gone was done with."""
+    if record and record.checkpoint and not record.done:
+        return f"{ref} has ended; {checkpoint.where(record)}: sandbox-cli recover"
     if record and not record.brought_back:
         return f"{ref} has ended, and nothing had been brought back from it"
-    where = f"{bringback.REFS}/{record.branch if record else sandbox.name or sandbox.id}"
+    where = f"{bringback.REFS}/{record.branch if record else name}"
     return f"{ref} has ended; what it brought back{'' if record else ', if anything,'} is {where}"
 
 

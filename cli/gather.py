@@ -17,6 +17,7 @@ HEAD's, except in the middle of a rebase, where it is the branch's.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sandboxd.client import Client
@@ -34,9 +35,8 @@ JOINED = "What was checked out when the sandbox ended, joined with its branch"
 NO_GIT, NO_REPOSITORY, FAILED = 41, 42, 43
 DISK_FULL = re.compile("no space left on device|disk quota exceeded", re.IGNORECASE)
 
-# $1 is the base commit, $2 and $3 the messages. Records go to stdout, `word value`, each ended by NUL; after
-# the word `ignored` only names follow.
-SCRIPT = r"""
+# The guest's own git, without anybody's settings but the repository's, and without what those could start.
+PREAMBLE = r"""
 command -v git >/dev/null 2>&1 || exit 41
 unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_OBJECT_DIRECTORY GIT_ALTERNATE_OBJECT_DIRECTORIES
 unset GIT_NAMESPACE GIT_AUTHOR_DATE GIT_COMMITTER_DATE
@@ -46,9 +46,13 @@ export GIT_COMMITTER_NAME=sandbox GIT_COMMITTER_EMAIL=sandbox@localhost
 g() { git -c core.hooksPath=/dev/null -c core.fsmonitor=false -c commit.gpgSign=false -c gc.auto=0 \
     -c core.safecrlf=false -c advice.addEmbeddedRepo=false -c safe.directory='*' "$@"; }
 say() { printf '%s\0' "$*"; }
-base=$1
-
 [ -e .git ] && [ "$(g rev-parse --is-inside-work-tree 2>/dev/null)" = true ] || exit 42
+"""
+
+# $1 is the base commit, $2 and $3 the messages. Records go to stdout, `word value`, each ended by NUL; after
+# the word `ignored` only names follow.
+SCRIPT = PREAMBLE + r"""
+base=$1
 
 for word in MERGE_HEAD:merge CHERRY_PICK_HEAD:cherry-pick REVERT_HEAD:revert BISECT_LOG:bisect \
     rebase-merge:rebase rebase-apply:rebase; do
@@ -117,23 +121,30 @@ class GatherError(SandboxError):
 
 def gather(client: Client, sandbox: str, base: str) -> Gathered:
     """Commit what is there on `sandbox`; raises `GatherError` with what the guest's git said."""
-    argv = ["sh", "-c", SCRIPT, "sh", base, MESSAGE, JOINED]
+    return read(in_workspace(client, sandbox, SCRIPT, [base, MESSAGE, JOINED], "the work", TIMEOUT_S))
+
+
+def in_workspace(
+    client: Client, sandbox: str, script: str, arguments: Sequence[str], what: str, timeout_s: float
+) -> bytes:
+    """What a shell script that begins with PREAMBLE prints in the guest's workspace; `what` is what it commits."""
+    argv = ["sh", "-c", script, "sh", *arguments]
     try:
-        result = client.run(sandbox, argv, cwd=WORKSPACE, timeout_secs=TIMEOUT_S)
+        result = client.run(sandbox, argv, cwd=WORKSPACE, timeout_secs=timeout_s)
     except InvalidRequest as error:
-        raise GatherError(f"the work cannot be committed: {error.message}") from None
+        raise GatherError(f"{what} cannot be committed: {error.message}") from None
     if result.timed_out:
-        raise GatherError(f"committing the work took more than {TIMEOUT_S:.0f} s")
+        raise GatherError(f"committing {what} took more than {timeout_s:.0f} s")
     said = result.stderr.decode(errors="replace")
     if DISK_FULL.search(said):
-        raise GatherError("the sandbox's disk is full: its work can be committed once there is room")
+        raise GatherError(f"the sandbox's disk is full: {what} can be committed once there is room")
     if result.exit_code == NO_GIT:
-        raise GatherError("the image has no git, so the work cannot be committed: use an image with git")
+        raise GatherError(f"the image has no git, so {what} cannot be committed: use an image with git")
     if result.exit_code == NO_REPOSITORY:
         raise GatherError(f"{WORKSPACE} in the sandbox is no git repository any more")
     if result.exit_code != 0:
-        raise GatherError(f"the work cannot be committed: {clean(said)[-300:] or f'exit {result.exit_code}'}")
-    return read(result.stdout)
+        raise GatherError(f"{what} cannot be committed: {clean(said)[-300:] or f'exit {result.exit_code}'}")
+    return result.stdout
 
 
 def read(output: bytes) -> Gathered:

@@ -17,17 +17,22 @@ from cli import context, place, session, show, wording
 from sandboxd.errors import ApiError, SandboxError
 
 ENDED = "terminated"
+CHECKPOINTS = "refs/sandbox/checkpoints"
 
 
 def main(args: dict[str, Any]) -> int:
     client = context.choose(args["--context"]).client
+    config = Path(place.config_dir())
     for ref in args["SANDBOX"]:
         try:
             sandbox = client.get(ref)
             client.delete(sandbox.id)
         except ApiError as error:
             raise SandboxError(wording.about(error.message, ref)) from None
-        session.forget(Path(place.config_dir()), sandbox.id)
+        record = session.load(config, sandbox.id)
+        session.forget(config, sandbox.id)
+        if record and record.checkpoint:
+            show.note(f"the checkpoint of {record.checkpoint_at} stays: {CHECKPOINTS}/{sandbox.id}")
         if sandbox.state == ENDED:
             show.note(f"{ref} had already ended")
         show.line(ref)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cli import network, profile, secrets, snapshot, templates, volume
+from cli import checkpoint, network, profile, secrets, snapshot, templates, volume
 from cli.agents.table import Agent
 from cli.config import Config, Secret
 from sandboxd.client import Create
@@ -47,6 +47,7 @@ class Plan:
     where only names that were given are to be allowed.
     `secrets` are fetched when the sandbox is made; `persist_auth` says whether an agent's login may be kept; `notes`
     are for the person once the run really happens. `packed` goes into the sandbox instead of what HEAD is now.
+    `checkpoint_every_s` is 0 for never, None where it was not said.
     """
 
     command: tuple[str, ...]
@@ -68,6 +69,7 @@ class Plan:
     persist_auth: bool = True
     notes: tuple[str, ...] = ()
     packed: Packed | None = None
+    checkpoint_every_s: float | None = None
 
     @property
     def snapshots(self) -> bool:
@@ -80,6 +82,11 @@ def of(
 ) -> Plan:
     """From arguments to a plan; raises on what can be seen to be wrong from here."""
     given = environment(args["--env"], environ)
+    checkpoint_every_s = checkpoint.every(args["--checkpoint-every"])
+    if checkpoint_every_s and args["--detach"]:
+        raise SandboxError(
+            "--checkpoint-every: nobody would take them of a detached run; use attach --checkpoint-every"
+        )
     unset = tuple(name for name in args["--env"] if "=" not in name and name not in environ)
     # An agent's own variables and the flags are the person's word of the moment, files are of some time before.
     given = (agent_environment(agent, environ) if agent else {}) | given
@@ -121,6 +128,7 @@ def of(
         profile=settings.profile,
         persist_auth=persist_auth,
         notes=(*settings.notes, *_beaten(settings, given)),
+        checkpoint_every_s=checkpoint_every_s,
     )
 
 

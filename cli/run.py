@@ -14,6 +14,10 @@ Options:
   --project=DIR       the repository to take (default: the one around the current directory)
   --no-workspace      take no repository
   --no-bring-back     bring nothing back (add --keep, or the commits go with the sandbox)
+  --checkpoint-every=D
+                      also bring what is there back every 30s, 5m, 1h, 0 for never (default: 5m), to
+                      refs/sandbox/checkpoints/ID: `recover` finds it should this machine or the sandbox go down;
+                      gone once the run's commits came back
   --keep              leave the sandbox running at the end
   -d, --detach        start the command, print the sandbox's id and leave
   -e KV, --env=KV     K=V, or K for the value it has here; may be given again
@@ -61,7 +65,6 @@ from sandboxd.errors import SandboxError
 LATER = (
     "--bind",
     "--bind-read-only",
-    "--checkpoint-every",
     "--fallback",
     "--git",
 )

@@ -11,18 +11,19 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
-from cli import context, network, secrets, show, stream, terminal, wording
+from cli import checkpoint, context, network, secrets, show, stream, terminal, wording
 from cli.agents import login
+from cli.checkpoint import Checkpoints
 from cli.plan import Plan
 from cli.status import Status
 from cli.workspace import Workspace
-from sandboxd.client import Capabilities, Client, Create, Process, Sandbox
+from sandboxd.client import Capabilities, Client, Create, Process, Sandbox, Unreachable
 from sandboxd.errors import Conflict, InvalidRequest, NotFound, Refused, SandboxError, Unavailable
 
 WAIT_FOR_READY_S = 3600.0
@@ -55,6 +56,8 @@ class Run:
         self._plan = asked
         self._created = created
         self._repo = Workspace.of(asked) if asked.workspace else None
+        if asked.checkpoint_every_s and not self._repo:
+            raise SandboxError("--checkpoint-every: not in a git repository, so there is nothing to take one of")
         self._keep = asked.keep
         self._sandbox_id = ""
         self._ref = ""
@@ -82,7 +85,7 @@ class Run:
             if self._repo:
                 status.say("packing HEAD")
                 self._repo.pack()
-            sandbox = create(client, wanted._replace(env={**(wanted.env or {}), **values.env}), status)
+            sandbox = self._create(client, wanted._replace(env={**(wanted.env or {}), **values.env}), status)
         self._sandbox_id = sandbox.id
         self._ref = asked.create.name or sandbox.id
         try:
@@ -103,6 +106,23 @@ class Run:
             return Outcome(0, sandbox.id)
         return self._attached(client, process)
 
+    def _create(self, client: Client, wanted: Create, status: Status) -> Sandbox:
+        if not self._repo:
+            return create(client, wanted, status)
+        wanted = self._repo.announce(wanted, client.endpoint.address)
+        try:
+            sandbox = create(client, wanted, status)
+        except Unreachable:
+            raise  # a sandbox may have been made: the record stays
+        except SandboxError:
+            self._repo.forget()
+            raise
+        except BaseException:
+            self._repo.end_what_was_made(client)
+            raise
+        self._repo.was_made(sandbox)
+        return sandbox
+
     def _notes(self) -> Iterator[str]:
         """What the person should know of a run that really happens."""
         yield from self._plan.notes
@@ -117,7 +137,7 @@ class Run:
         cwd = None
         if self._repo:
             status.say("cloning into the sandbox")
-            self._repo.send(client, sandbox, client.endpoint.address)
+            self._repo.send(client, sandbox)
             cwd = "/workspace"
         if self._plan.agent and self._plan.persist_auth:
             for note in login.restore(client, sandbox.id, self._plan.agent):
@@ -145,15 +165,17 @@ class Run:
         try:
             attachment = client.attach(sandbox, process.pid)
             deliver = partial(client.signal, sandbox, process.pid)
-            code = stream.follow(attachment, deliver, tty=process.tty, role=stream.Role.OWNED)
+            with self._checkpoints(client) as taken:
+                code = stream.follow(attachment, deliver, tty=process.tty, role=stream.Role.OWNED)
         except BaseException:
             show.note(f"{self._ref} is left as it is; look at it with: sandbox-cli attach {self._ref}")
             self._hint_bring_back()
             raise
-        died = code is None or code < 0
+        if taken:
+            for note in taken.told():
+                show.note(note)
         if code is None or code < 0:
-            show.note("the sandbox ended before the command did")
-            code = 1
+            return self._ended_early(client)
         result: dict[str, Any] = {"sandbox": sandbox, "exit_code": code}
         try:
             if self._plan.agent and self._plan.persist_auth:
@@ -161,6 +183,8 @@ class Run:
                     show.note(note)
             if self._repo and self._plan.bring_back:
                 result |= self._repo.bring_back(client, sandbox, self._left_behind)
+            elif self._repo:
+                self._repo.is_done()
         except SandboxError as error:
             self._keep = True
             show.note(f"the commits could not be brought back: {error}")
@@ -175,7 +199,25 @@ class Run:
             self._end(client)
         if self._plan.json:
             show.error(json.dumps(result) + "\n")
-        return Outcome(code, sandbox, result.get("commits"), result.get("commit"), result.get("error"), died)
+        return Outcome(code, sandbox, result.get("commits"), result.get("commit"), result.get("error"))
+
+    def _checkpoints(self, client: Client) -> AbstractContextManager[Checkpoints | None]:
+        asked = self._plan.checkpoint_every_s
+        every_s = (checkpoint.DEFAULT_S if self._plan.bring_back else 0.0) if asked is None else asked
+        return self._repo.checkpoints(client, every_s) if self._repo and every_s else nullcontext()
+
+    def _ended_early(self, client: Client) -> Outcome:
+        """There is nothing to bring anything back from. The record stays, for `recover`."""
+        why = "the sandbox ended before the command did"
+        show.note(why)
+        if self._repo:
+            show.note(self._repo.last_resort())
+            show.note("what became of it: sandbox-cli recover")
+        else:
+            self._end(client)
+        if self._plan.json:
+            show.error(json.dumps({"sandbox": self._sandbox_id, "exit_code": 1, "error": why}) + "\n")
+        return Outcome(1, self._sandbox_id, error=why, died=True)
 
     def _left_behind(self, left: Sequence[str]) -> None:
         """Something would be lost with the sandbox: it stays until the person has seen to it."""

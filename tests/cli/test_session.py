@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from cli import session
 from cli.session import Session, SessionError
 
+ROOT = Path(__file__).resolve().parents[2]
 RECORD = Session("sb-1", "local", "/home/alice/\udcffproject", "a" * 40, "demo", started="2030-01-01T00:00:00Z")
 
 
@@ -20,11 +24,12 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
     for record in (RECORD, full):
         session.save(tmp_path / "config", record)
         assert session.load(tmp_path / "config", record.sandbox) == record
-    assert session.every(tmp_path / "config") == [full, RECORD]
-    session.forget(tmp_path / "config", "sb-1")
-    session.forget(tmp_path / "config", "sb-1")
+    assert session.every(tmp_path / "config") == ([full, RECORD], [])
+    assert session.forget(tmp_path / "config", "sb-1")
+    assert not session.forget(tmp_path / "config", "sb-1")
     assert session.load(tmp_path / "config", "sb-1") is None
-    assert session.every(tmp_path / "nothing") == []
+    assert session.every(tmp_path / "nothing") == ([], [])
+    assert not session.forget(tmp_path / "nothing", "sb-1")
 
 
 def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
@@ -89,3 +94,58 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         session.prepare(tmp_path)
     session.prepare(tmp_path / "new")
     assert stat.S_IMODE((tmp_path / "new/sessions").stat().st_mode) == 0o700
+
+
+def test_one_bad_record_hides_no_other(tmp_path: Path) -> None:
+    session.save(tmp_path, RECORD)
+    (tmp_path / "sessions/bad.json").write_text("{")
+    (tmp_path / "sessions/not an id.json").write_text("{")
+    found, faults = session.every(tmp_path)
+    assert found == [RECORD]
+    assert [str(fault).partition(": ")[0] for fault in faults] == [
+        f"{tmp_path}/sessions/bad.json is not a session record"
+    ]
+
+
+def test_two_who_change_a_record_lose_neither_s_news(tmp_path: Path) -> None:
+    session.save(tmp_path, RECORD)
+    program = (
+        "import sys; from pathlib import Path; from cli import session\n"
+        "for n in range(100): session.update(Path(sys.argv[1]), 'sb-1', **{sys.argv[2]: str(n)})"
+    )
+    running = [
+        subprocess.Popen([sys.executable, "-c", program, str(tmp_path), field], cwd=ROOT)
+        for field in ("checkpoint", "checkpoint_at", "agent")
+    ]
+    assert [process.wait(60) for process in running] == [0, 0, 0]
+    wanted = dataclasses.replace(RECORD, checkpoint="99", checkpoint_at="99", agent="99")
+    assert session.load(tmp_path, "sb-1") == wanted
+    assert os.listdir(tmp_path / "sessions") == ["sb-1.json"]
+
+
+def test_what_was_forgotten_does_not_come_back(tmp_path: Path) -> None:
+    session.save(tmp_path, RECORD)
+    session.forget(tmp_path, "sb-1")
+    assert session.update(tmp_path, "sb-1", done=True) is None
+    assert os.listdir(tmp_path / "sessions") == []
+
+
+def test_a_record_is_held_for_as_long_as_its_writer_lives(tmp_path: Path) -> None:
+    starting = dataclasses.replace(RECORD, sandbox="", run="0a0a")
+    assert starting.key == "starting-0a0a"
+    descriptor = session.hold(tmp_path, starting)
+    assert session.load(tmp_path, starting.key) == starting
+    assert session.is_held(tmp_path, starting)
+    os.close(descriptor)
+    assert not session.is_held(tmp_path, starting)
+    assert not session.is_held(tmp_path, RECORD)
+
+
+def test_what_a_killed_writer_left_is_swept_but_not_a_live_one_s(tmp_path: Path) -> None:
+    session.save(tmp_path, RECORD)
+    old, new = (tmp_path / f"sessions/{session.TEMPORARY}{word}" for word in ("old", "new"))
+    old.touch()
+    new.touch()
+    os.utime(old, (0, 0))
+    session.prepare(tmp_path)
+    assert sorted(os.listdir(tmp_path / "sessions")) == [new.name, "sb-1.json"]
