@@ -40,6 +40,7 @@ READ_BY = {
 }
 KIND_OF = {"package.json": "package", ".gitattributes": "git", ".gitmodules": "submodule"}
 UNREAD = "its contents were not looked at"
+BEFORE_MERGE = "before you merge, look at what would run or act outside the sandbox"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +93,21 @@ def review(repo: Repository, base: str, commit: str, bounds: Bounds = DIFF) -> R
         found = findings + answers(questions, _contents(repo, questions))
     except GitError as error:
         return Review(unseen=str(error))
-    found.sort(key=lambda finding: (executed.KINDS.index(finding.kind), finding.path))
-    return Review(tuple(found[:LISTED]), max(0, len(found) - LISTED), unseen)
+    return listed(found, unseen)
 
 
-def lines(review: Review) -> list[str]:
+def listed(found: Iterable[Finding], unseen: str) -> Review:
+    """What acts by itself first, cut to what anyone can read."""
+    ordered = sorted(found, key=lambda finding: (executed.KINDS.index(finding.kind), finding.path))
+    return Review(tuple(ordered[:LISTED]), max(0, len(ordered) - LISTED), unseen)
+
+
+def lines(review: Review, heading: str = BEFORE_MERGE) -> list[str]:
     """What the person reads; nothing where there is nothing to say."""
     said = []
     total = len(review.findings) + review.more
     if total:
-        said.append(f"before you merge, look at what would run or act outside the sandbox ({total}):")
+        said.append(f"{heading} ({total}):")
         said += [f"- {_name(one.path)} ({one.change}): {one.reason}" for one in review.findings[:SHOWN_LINES]]
         if total > SHOWN_LINES:
             said.append(f"- and {total - SHOWN_LINES} more; --json lists them")
@@ -142,17 +148,17 @@ def judge(found: Iterable[Entry], named: Mapping[str, str]) -> tuple[list[Findin
         if entry.new_mode == "000000":
             continue
         path = entry.path
-        reasons = [("name", reason) for reason in _lies(path)]
+        reasons = [("name", reason) for reason in lies(path)]
         twin = by_fold.setdefault(executed.folded(path), path)
         if twin != path:
             reasons.append(("name", f"where letter case does not count it is the same file as {_name(twin)}"))
-        setting = _named(path, named)
+        setting = setting_of(path, named)
         fit = executed.fit(path)
         if setting:
             reasons.append(("git", f"git's setting {clean(setting)} names it"))
         if entry.new_mode == SUBMODULE:
             reasons.append(("submodule", f"the submodule is at {entry.new[:12]} now, which was made elsewhere"))
-        elif entry.new_mode == LINK or _last(path) in READ_BY:
+        elif entry.new_mode == LINK or last(path) in READ_BY:
             questions.append(entry)
         elif fit:
             reasons.append(fit)
@@ -175,20 +181,21 @@ def answers(questions: Sequence[Entry], contents: Mapping[str, bytes]) -> list[F
         elif new is None:
             reasons = [UNREAD]
         else:
-            reasons = READ_BY[_last(entry.path)](old, new)
+            reasons = READ_BY[last(entry.path)](old, new)
         findings += [Finding(entry.path, entry.change, _kind(entry), reason) for reason in reasons]
     return findings
 
 
 def _kind(entry: Entry) -> str:
-    return "link" if entry.new_mode == LINK else KIND_OF[_last(entry.path)]
+    return "link" if entry.new_mode == LINK else KIND_OF[last(entry.path)]
 
 
-def _last(path: str) -> str:
+def last(path: str) -> str:
+    """The last part of a path, as a key of READ_BY."""
     return executed.folded(path).rpartition("/")[2]
 
 
-def _lies(path: str) -> list[str]:
+def lies(path: str) -> list[str]:
     """What a name does to hide what it is."""
     if path.isascii() and executed.PLAIN.fullmatch(path) and "./" not in path and not path.endswith("."):
         return []
@@ -199,7 +206,8 @@ def _lies(path: str) -> list[str]:
     return []
 
 
-def _named(path: str, named: Mapping[str, str]) -> str | None:
+def setting_of(path: str, named: Mapping[str, str]) -> str | None:
+    """The setting that names this path, or a directory above it."""
     while named and path:
         if path in named:
             return named[path]

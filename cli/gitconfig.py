@@ -45,7 +45,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ),
     ("reads more settings from there", "include.path includeif.*.path extensions.worktreeconfig"),
     ("reads files from there", "core.attributesfile init.templatedir core.excludesfile diff.orderfile"),
-    ("works somewhere else", "core.worktree core.bare"),
+    ("works somewhere else", "core.worktree"),
     (
         "fetches from or sends to there",
         "remote.*.url remote.*.pushurl remote.*.vcs remote.*.fetch remote.*.push remote.pushdefault "

@@ -284,12 +284,11 @@ def settings(text: bytes) -> list[tuple[str, str]]:
 
 def in_force(place: Place) -> list[tuple[str, str]]:
     """The settings of the repository at `place` itself: its own file, its worktree's, and what they include."""
-    found = []
-    for scope in ("--local", "--worktree"):
-        bounds = Bounds(time_s=20, output_bytes=8 * 2**20)
-        listed = run(place, "config", scope, "--includes", "-z", "--list", bounds=bounds, accept=(0, 1, 128))
-        found += [os.fsdecode(entry).partition("\n") for entry in listed.stdout.split(b"\0")[:-1]]
-    return [(name, value) for name, _, value in found]
+    bounds = Bounds(time_s=20, output_bytes=8 * 2**20)
+    listed = run(place, "config", "--list", "--show-scope", "-z", bounds=bounds).stdout.split(b"\0")
+    entries = zip(listed[0::2], listed[1::2], strict=False)
+    pairs = (os.fsdecode(entry).partition("\n") for scope, entry in entries if scope in (b"local", b"worktree"))
+    return [(name, value) for name, _, value in pairs]
 
 
 def persons(key: str) -> list[str]:

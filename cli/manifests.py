@@ -48,9 +48,9 @@ def package_json(old: bytes | None, new: bytes) -> list[str]:
     keys = [key for key in _changed(before, after) if key != "scripts" and key not in IDLE_KEYS]
     reasons = []
     if scripts:
-        reasons.append(f"npm runs its scripts: {_some(scripts)}")
+        reasons.append(f"npm runs its scripts: {some(scripts)}")
     if keys:
-        reasons.append(f"npm or another tool obeys it: {_some(keys)}")
+        reasons.append(f"npm or another tool obeys it: {some(keys)}")
     return reasons
 
 
@@ -58,7 +58,7 @@ def attributes(old: bytes | None, new: bytes) -> list[str]:
     """.gitattributes names drivers; which program a driver is, a setting says."""
     added = _lines(new) - _lines(old or b"")
     names = {found[1] for line in added for found in DRIVER.finditer(line) if found[2] not in BUILT_IN}
-    return [f"git runs the program that is set up for {_some(sorted(names))}"] if names else []
+    return [f"git runs the program that is set up for {some(sorted(names))}"] if names else []
 
 
 def gitmodules(old: bytes | None, new: bytes) -> list[str]:
@@ -77,9 +77,9 @@ def gitmodules(old: bytes | None, new: bytes) -> list[str]:
             continue
         submodule, _, key = name.removeprefix("submodule.").rpartition(".")
         if key == "url":
-            reasons.append(f"submodule {_cut(submodule)} comes from {_cut(value)}")
+            reasons.append(f"submodule {cut(submodule)} comes from {cut(value)}")
         elif key == "update":
-            reasons.append(f"submodule {_cut(submodule)} is updated by {_cut(value)}")
+            reasons.append(f"submodule {cut(submodule)} is updated by {cut(value)}")
     return reasons
 
 
@@ -93,7 +93,7 @@ def link(path: str, target: bytes | None) -> list[str]:
         return ["a link whose target is too long to look at"]
     text = target.decode("utf-8", "surrogateescape")
     if text.startswith("/") or re.match(r"[A-Za-z]:|\\", text):
-        return [f"a link to {_cut(text)}, outside the repository"]
+        return [f"a link to {cut(text)}, outside the repository"]
     depth = path.count("/")
     below = False
     for part in text.replace("\\", "/").split("/"):
@@ -102,11 +102,11 @@ def link(path: str, target: bytes | None) -> list[str]:
         if part == "..":
             depth -= 1
             if below or depth < 0:
-                return [f"a link to {_cut(text)}, outside the repository"]
+                return [f"a link to {cut(text)}, outside the repository"]
         else:
             below = True
             if GIT_DIR.fullmatch(folded(part)):
-                return [f"a link to {_cut(text)}, where git keeps its own files"]
+                return [f"a link to {cut(text)}, where git keeps its own files"]
     return []
 
 
@@ -130,12 +130,14 @@ def _lines(text: bytes) -> set[str]:
     return set(text.decode("utf-8", "replace").splitlines())
 
 
-def _some(names: Iterable[str]) -> str:
-    listed = [_cut(name) for name in names]
+def some(names: Iterable[str]) -> str:
+    """The first few names, and how many more."""
+    listed = [cut(name) for name in names]
     more = len(listed) - NAMED
     return ", ".join(listed[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """Foreign text fit for a line, and not too long for it."""
     text = clean(text)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

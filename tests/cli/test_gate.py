@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -250,10 +251,16 @@ def test_settings_that_name_programs_or_files(name: str, files: bool) -> None:
 # Real trees.
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    top = tmp_path_factory.mktemp("template") / "project"
+    make_repository(top)
+    return top
+
+
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
-    make_repository(tmp_path / "project")
-    return tmp_path / "project"
+def project(template: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(template, tmp_path / "project", symlinks=True))
 
 
 def changed(project: Path, change: Callable[[Path], object]) -> Review:
