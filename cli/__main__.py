@@ -9,6 +9,8 @@ Commands:
   agent NAME [ARGS...]          run a coding agent in a sandbox, and bring its commits back
   agent ls                      list the agents, and whose login is saved
   agent fleet run|status|land   several agents at once, each for a branch, and merge what they made
+  agent state [SANDBOX...]      say what the agents in sandboxes are doing
+  agent wait SANDBOX            wait until an agent is done, blocked, ...
   exec SANDBOX -- CMD...        run a command in a running sandbox
   shell SANDBOX                 open a shell in a running sandbox
   attach SANDBOX                take part in a process of a sandbox
@@ -60,6 +62,8 @@ COMMANDS = {
     "agent": "cli.agent",
     "agent fleet": "cli.fleet.command",
     "agent ls": "cli.agents.ls",
+    "agent state": "cli.agents.state",
+    "agent wait": "cli.agents.wait",
     "attach": "cli.attach",
     "audit": "cli.audit",
     "bring-back": "cli.collect",
