@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cli import checkpoint, network, profile, secrets, snapshot, templates, volume
+from cli import bind, checkpoint, network, profile, secrets, snapshot, templates, volume
 from cli.agents.table import Agent
 from cli.config import Config, Secret
 from sandboxd.client import Create
@@ -109,13 +109,14 @@ def of(
         labels=_labels(args["--label"]) | ({"agent": agent.name} if agent else {}),
         volumes=volume.given(args["--volume"]),
         **snapshots(args),
+        bind=bind.given(args, environ),
     )
     return Plan(
         command=tuple(args["CMD"]),
         create=create,
         network=wanted,
         project=Path(args["--project"]) if args["--project"] else None,
-        workspace=not (args["--no-workspace"] or create.snapshot_id),
+        workspace=not (args["--no-workspace"] or create.snapshot_id or create.bind),
         bring_back=not args["--no-bring-back"],
         keep=args["--keep"],
         detach=args["--detach"],

@@ -13,6 +13,9 @@ Options:
                       earlier run of that name is replaced, and how to keep its commits is printed
   --project=DIR       the repository to take (default: the one around the current directory)
   --no-workspace      take no repository
+  --bind=DIR          no copy: this directory itself is /workspace, and what the command changes there is changed here,
+                      checked by nobody; only with a sandboxd on this machine that allows it
+  --bind-read-only    the same, and the command cannot change anything there
   --no-bring-back     bring nothing back (add --keep, or the commits go with the sandbox)
   --checkpoint-every=D
                       also bring what is there back every 30s, 5m, 1h, 0 for never (default: 5m), to
@@ -63,8 +66,6 @@ from cli.running import Run, signals_end_us
 from sandboxd.errors import SandboxError
 
 LATER = (
-    "--bind",
-    "--bind-read-only",
     "--fallback",
     "--git",
 )

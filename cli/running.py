@@ -17,7 +17,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
-from cli import checkpoint, context, network, secrets, show, stream, terminal, wording
+from cli import bind, checkpoint, context, network, secrets, show, stream, terminal, wording
 from cli.agents import login
 from cli.checkpoint import Checkpoints
 from cli.plan import Plan
@@ -70,8 +70,11 @@ class Run:
         if endpoint.note:
             show.note(endpoint.note)
         wanted = asked.create
-        if self._repo or not asked.network.nothing or wanted.volumes or asked.agent or asked.snapshots:
+        asks = wanted.volumes or wanted.bind or asked.agent or asked.snapshots
+        if self._repo or not asked.network.nothing or asks:
             offer = client.capabilities()
+            if wanted.bind:
+                bind.check(client, offer)
             check_offer(
                 offer, workspace=self._repo is not None, volumes=bool(wanted.volumes), snapshots=asked.snapshots
             )
@@ -128,13 +131,15 @@ class Run:
         yield from self._plan.notes
         for name in self._plan.unset:
             yield f"{name} is not set here: not passed on"
+        if self._plan.create.bind:
+            yield from bind.notes(self._plan.create.bind)
         if self._repo:
             yield from self._repo.notes
         elif self._plan.workspace:
             yield "not in a git repository: the sandbox's /workspace is empty"
 
     def _start(self, client: Client, sandbox: Sandbox, status: Status) -> Process:
-        cwd = None
+        cwd = bind.WORKSPACE if self._plan.create.bind else None
         if self._repo:
             status.say("cloning into the sandbox")
             self._repo.send(client, sandbox)

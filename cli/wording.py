@@ -35,7 +35,7 @@ CAPABILITIES = {
     "volumes": "keep volumes",
     "images": "fetch images",
     "workspace_bundle": "take a repository",
-    "bind": "mount a directory",
+    "bind_workspace": "share a directory of this machine",
     "tunnel": "tunnel",
     "audit": "show what was done",
 }

@@ -1,0 +1,84 @@
+"""A directory of this host as a sandbox's workspace, instead of a copy of the repository.
+
+In: `--bind` and `--bind-read-only`. Out: what a create asks for, or an error before anything is asked of a server. The
+daemon decides by its own look at the directory; this one is there so that what nobody gets is said in the flags' words,
+and since only this side knows the person's HOME.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sandboxd.client import Bind, Capabilities, Client
+from sandboxd.errors import SandboxError
+from sandboxd.termsafe import clean
+
+WORKSPACE = "/workspace"
+CAPABILITY = "bind_workspace"
+# What says otherwise where the workspace comes from.
+ELSEWHERE = ("--project", "--no-workspace", "--from-snapshot")
+
+
+def given(args: Mapping[str, Any], environ: Mapping[str, str]) -> Bind | None:
+    """What the flags ask for, as an absolute path, its links not followed. Raises on what no sandboxd would share."""
+    path, read_only = args["--bind"], bool(args["--bind-read-only"])
+    if path is None:
+        if read_only:
+            raise SandboxError("--bind-read-only goes with --bind DIR")
+        return None
+    for flag in ELSEWHERE:
+        if args[flag]:
+            raise SandboxError(f"--bind and {flag} both say what /workspace is: leave one out")
+    if args["--checkpoint-every"] not in (None, "0"):
+        raise SandboxError("--checkpoint-every: with --bind what the command makes is here already")
+    # Not normalised: `..` behind a link is the link's, and the daemon's to follow.
+    whole = os.path.join(os.getcwd(), os.path.expanduser(path))
+    _check(whole, environ.get("HOME", ""), read_only=read_only)
+    return Bind(whole, read_only)
+
+
+def check(client: Client, offer: Capabilities) -> None:
+    """Raises where this server cannot share a directory of this machine."""
+    if not client.endpoint.socket_path:
+        raise SandboxError(
+            f"--bind: {clean(client.path)} is reached over the network; only a sandboxd on a unix socket of this "
+            "machine shares its directories"
+        )
+    if not offer.capabilities.get(CAPABILITY):
+        raise SandboxError(
+            "this sandboxd shares no directories: it does with `sandboxd --allow-bind` (policy: allow_bind: true), and "
+            "says when it starts if this machine lacks what that takes"
+        )
+
+
+def notes(bind: Bind) -> Iterator[str]:
+    """What the person should know before the command runs."""
+    shown = clean(bind.host_path)
+    if bind.read_only:
+        yield f"/workspace is {shown}, only to be read: nothing comes back"
+    else:
+        yield f"/workspace is {shown} itself: what the command changes there is changed here, and nothing checks it"
+
+
+def _check(path: str, home: str, *, read_only: bool) -> None:
+    # Here, since only a run that asks for it should load the extension.
+    import native
+
+    try:
+        with native.open_directory(path) as directory:
+            if os.path.isabs(home):
+                native.check_directory(directory, path, home)
+            owner = os.fstat(directory.fd).st_uid
+    except native.DirectoryRefused as refused:
+        raise SandboxError(f"--bind {clean(path)}: {refused.refusal.value}; name a project's directory") from None
+    except OSError as fault:
+        raise SandboxError(f"--bind {clean(path)}: {os.strerror(fault.errno or 0)}") from None
+    except ValueError:
+        raise SandboxError(f"--bind {clean(path)}: not a path") from None
+    if os.geteuid() == 0 and owner != 0 and not read_only:
+        raise SandboxError(
+            f"--bind {clean(path)}: it belongs to uid {owner}, and what is made there would be root's; as its owner, "
+            "start a sandboxd (`sandboxd --allow-bind`) and run this, or take --bind-read-only"
+        )
