@@ -169,7 +169,8 @@ def _check_branches(tasks: tuple[Task, ...], sections: list[Section]) -> None:
         if not task.branch:
             continue
         try:
-            bringback.check_name(REFS + task.branch, ours=True)
+            for name in (task.branch, REFS + task.branch):
+                bringback.check_name(name, ours=True)
         except bringback.BringBackError:
             section.fault("branch", f"'{clean(task.branch)[:80]}' cannot be the name of a branch")
             continue

@@ -26,6 +26,7 @@ STILL = {
     state.WAITING: "it has not been started yet",
     state.UNSTARTED: "it was never started",
 }
+BECAME = {state.FAILED: "failed", state.REJECTED: "was rejected", state.LOST: "was lost"}
 
 
 class LandError(SandboxError):
@@ -156,7 +157,7 @@ class Landing:
             raise _Skipped(STILL[task.state])
         if task.state != state.VERIFIED and not self._unverified:
             why = f", {task.detail}" if task.detail else ""
-            raise _Skipped(f"it is {task.state}{why}; --unverified lands what came back all the same")
+            raise _Skipped(f"it {BECAME[task.state]}{why}; --unverified lands what came back all the same")
         ref = report.ref(task.branch)
         named = f"{ref}^{{commit}}"
         asked = githard.run(self._repo.place, "rev-parse", "--verify", "--quiet", named, accept=(0, 1, 128))

@@ -13,14 +13,13 @@ import fcntl
 import hashlib
 import json
 import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cli import private
 from cli.fleet import plain
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
@@ -126,7 +125,7 @@ class Store:
         """Makes the directories; returns the one of the logs."""
         logs = self.directory / "logs"
         try:
-            logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private.prepare(str(logs))
         except OSError as error:
             raise StateError(f"{clean(str(logs))} cannot be made: {error.strerror}") from None
         return logs
@@ -166,60 +165,24 @@ class Store:
 
     def read(self) -> Fleet | None:
         """None where no fleet was ever run."""
-        shown = clean(str(self._file))
+        text = private.read(str(self._file), MAX_BYTES)
         try:
-            fd = os.open(self._file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise StateError(f"{shown}: {error.strerror}") from None
-        with os.fdopen(fd, "rb") as file:
-            try:
-                text = file.read(MAX_BYTES + 1)
-                if len(text) > MAX_BYTES:
-                    raise ValueError("it is too large")
-                return plain.load(Fleet, json.loads(text))
-            except (OSError, ValueError, RecursionError) as error:
-                raise StateError(f"{shown} is not the record of a fleet: {clean(str(error))}") from None
+            return None if text is None else plain.load(Fleet, json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise StateError(f"{clean(str(self._file))} is not the record of a fleet: {clean(str(error))}") from None
 
     def write(self, fleet: Fleet) -> None:
-        with self._locked():
+        with private.alone(str(self.directory)):
             self._replace(fleet)
 
     def change(self, branch: str, **changes: Any) -> None:
         """Of one task; the others' are as another process may just have written them."""
-        with self._locked():
+        with private.alone(str(self.directory)):
             fleet = self.read()
             if fleet is None or fleet.task(branch) is None:
                 raise StateError(f"{clean(str(self._file))} knows no task {clean(branch)} any more")
             tasks = (replace(task, **changes) if task.branch == branch else task for task in fleet.tasks)
             self._replace(replace(fleet, tasks=tuple(tasks)))
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        try:
-            fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            raise StateError(f"{clean(str(self.directory))}: {error.strerror}") from None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
-
     def _replace(self, fleet: Fleet) -> None:
-        try:
-            fd, temporary = tempfile.mkstemp(prefix=".", dir=self.directory)
-            try:
-                with os.fdopen(fd, "w", encoding="ascii") as file:
-                    json.dump(plain.dump(fleet), file, indent=1)
-                    file.write("\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, self._file)
-            except BaseException:
-                with suppress(FileNotFoundError):
-                    os.unlink(temporary)
-                raise
-        except OSError as error:
-            raise StateError(f"{clean(str(self._file))} cannot be written: {error.strerror}") from None
+        private.write(str(self._file), json.dumps(plain.dump(fleet), indent=1).encode("ascii") + b"\n")
