@@ -6,9 +6,10 @@ Usage:
 Facts come at once. Then a machine is started, and where sandboxes may have a network a second one: the first reaches
 a name it was allowed, and must be refused one it was not, a bare address, another resolver, UDP on port 443 and the
 second machine. Each is said to have passed, been refused, or FAILED. Exits with 1 when one FAILED, no sandboxd
-answers, or there is no trial.
+answers, there is no trial, or a run with the profile that was asked for could not be had.
 
 Options:
+  --profile=P    dev or prod: whether a run with it can be had from this sandboxd
   --no-probe     start no virtual machine
   --context=C    which sandboxd: the name of a context (see `context`), or an address
   --json         print one object, at the end
@@ -17,9 +18,6 @@ Options:
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -27,29 +25,26 @@ from contextlib import ExitStack
 from threading import Thread
 from typing import Any
 
-from cli import context, githard, show, trial
+from cli import context, facts, profile, show, trial
+from cli.facts import Fact
 from cli.running import create
 from cli.status import Status
 from sandboxd.client import Capabilities, Client, Create, Endpoint, Resources, Sandbox
 from sandboxd.errors import NotFound, SandboxError
-from sandboxd.termsafe import clean, first_line
+from sandboxd.termsafe import clean
 
-VERSION_S = 10.0
-PROGRAMS = {"qemu": "qemu-system-x86_64", "bubblewrap": "bwrap", "nftables": "nft"}
-IMAGE_PROGRAMS = {"skopeo": "skopeo", "umoci": "umoci", "mkfs.erofs": "erofs-utils", "zstd": "zstd"}
-"""What images of registries need, and the packages it is in."""
 PROBE = Create(labels={"doctor": "probe"}, idle_timeout_secs=300)
 KEY_WIDTH = 16
-
-Fact = tuple[str, str | list[str] | dict[str, int]]
 
 
 def main(args: dict[str, Any]) -> int:
     report = Report(quiet=args["--json"])
-    for fact in host():
+    wanted = args["--profile"] and profile.named(args["--profile"], "--profile").name
+    for fact in facts.host():
         report.add("host", fact)
     try:
         endpoint = context.choose(args["--context"])
+        report.add("sandboxd", ("context", endpoint.name))
         for fact in link(endpoint.client.endpoint):
             report.add("sandboxd", fact)
         found = endpoint.client.capabilities()
@@ -57,6 +52,8 @@ def main(args: dict[str, Any]) -> int:
             report.add("sandboxd", fact)
         for fact in machine(endpoint.client):
             report.add("sandboxd", fact)
+        if wanted:
+            report.deliver(wanted, undeliverable(wanted, found))
         if not args["--no-probe"]:
             for part, fact in probe(endpoint.client, found):
                 report.add(part, fact)
@@ -78,11 +75,18 @@ class Report:
         if not self._quiet:
             if part not in self.found:
                 sys.stdout.write(f"{part}\n")
-            sys.stdout.write(f"  {key.ljust(KEY_WIDTH)}{clean(_words(value))}\n")
+            for number, line in enumerate(_lines(value)):
+                sys.stdout.write(f"  {('' if number else key).ljust(KEY_WIDTH)}{clean(line)}\n")
             sys.stdout.flush()
         self.found.setdefault(part, {})[key] = value
         if isinstance(value, str) and value.startswith(trial.FAILED):
             self._failed.append(key)
+
+    def deliver(self, wanted: str, lacks: list[str]) -> None:
+        """A profile that was asked for, and why a run with it cannot be had."""
+        self.add("sandboxd", (f"profile {wanted}", [f"CANNOT be had: {why}" for why in lacks] or "can be had"))
+        if lacks:
+            self.fail(f"profile {wanted} cannot be had here: {'; '.join(lacks)}")
 
     def fail(self, error: str) -> None:
         self.found["error"] = error
@@ -96,55 +100,6 @@ class Report:
         if self._quiet:
             show.as_json(self.found)
         return 1 if "error" in self.found else 0
-
-
-def host() -> Iterator[Fact]:
-    """What can be known without a daemon."""
-    uid = os.geteuid()
-    yield "user", "root" if uid == 0 else f"uid {uid}: sandboxes without a network"
-    yield from kvm()
-    for name, program in PROGRAMS.items():
-        yield name, program_version(program)
-    yield "images", image_programs()
-    try:
-        yield "git", ".".join(str(part) for part in githard.version())
-    except SandboxError as error:
-        yield "git", str(error)
-
-
-def image_programs() -> str:
-    path = "/usr/bin:/usr/sbin:/bin:/sbin"
-    lacking = sorted(package for name, package in IMAGE_PROGRAMS.items() if shutil.which(name, path=path) is None)
-    if not lacking:
-        return "sandbox-base and those of registries"
-    return f"sandbox-base alone; for others let root run: apt-get install -y {' '.join(lacking)}"
-
-
-def kvm() -> Iterator[Fact]:
-    """Whether KVM really runs code here; without it QEMU emulates."""
-    try:
-        import native
-
-        answer = native.kvm_probe()
-    except (ImportError, OSError) as fault:
-        yield "kvm", "unknown"
-        yield "because", str(fault)
-        return
-    yield "kvm", answer.state.value
-    yield "because", answer.reason
-    if answer.state is not native.KvmState.OK:
-        yield "so", "machines are emulated, several times slower"
-
-
-def program_version(program: str) -> str:
-    path = shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-    if path is None:
-        return f"missing: {program} is not installed"
-    try:
-        done = subprocess.run([path, "--version"], capture_output=True, timeout=VERSION_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as fault:
-        return f"{path}: {fault}"
-    return first_line(done.stdout.decode(errors="replace")) or f"{path} does not say its version"
 
 
 def link(endpoint: Endpoint) -> Iterator[Fact]:
@@ -174,6 +129,20 @@ def machine(client: Client) -> Iterator[Fact]:
     if node.pooled:
         yield "waiting", dict(sorted(node.pooled.items()))
     yield "its images", sorted(node.images)
+
+
+def undeliverable(wanted: str, found: Capabilities) -> list[str]:
+    """What this server lacks for an agent's run with a profile, each with what to do about it."""
+    lacks = []
+    if found.network_ceiling == "none":
+        lacks.append("its network ceiling is none, so no agent reaches its provider: let root start a sandboxd")
+    elif not found.capabilities.get("egress_allowlist"):
+        lacks.append("it cannot hold sandboxes to names (egress_allowlist)")
+    elif wanted == "prod" and not (found.network_may_allow or found.network_may_allow_tcp):
+        lacks.append("its policy lets no run name hosts (may_allow), and prod reaches only those that a run names")
+    if not found.capabilities.get("workspace_bundle"):
+        lacks.append("it takes no repository (workspace_bundle)")
+    return lacks
 
 
 def _amounts(of: Resources) -> str:
@@ -266,7 +235,10 @@ class Neighbour:
             self._found = str(error)
 
 
-def _words(value: str | list[str] | dict[str, int]) -> str:
+def _lines(value: str | list[str] | dict[str, int]) -> list[str]:
+    """Words on a line; sentences on a line each."""
     if isinstance(value, dict):
         value = [f"{key}={number}" for key, number in value.items()]
-    return value if isinstance(value, str) else " ".join(value) or "none"
+    if isinstance(value, str):
+        return [value]
+    return value if any(" " in one for one in value) else [" ".join(value) or "none"]

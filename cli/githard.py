@@ -328,21 +328,21 @@ def program(name: str, package: str) -> str:
 
 
 @functools.cache
-def version() -> tuple[int, int]:
-    """git's major and minor version."""
+def version() -> tuple[int, ...]:
+    """git's version: major, minor, and what follows as far as it is a number."""
     with _input(None) as source:
         environment = _environment(NOWHERE, (), "version")
         argv = [binary(), "version"]
         shown = _start(NOWHERE, "version", argv, environment, source, None, DEFAULT, (0,), ())
-    match = re.match(rb"git version (\d+)\.(\d+)", shown.stdout)
-    numbers = (int(match[1]), int(match[2])) if match else (0, 0)
+    match = re.match(rb"git version (\d+\.\d+(?:\.\d+)?)", shown.stdout)
+    numbers = tuple(int(part) for part in match[1].split(b".")) if match else (0, 0)
     if numbers < OLDEST:
         found = f"{binary()} is {numbers[0]}.{numbers[1]}"
         raise GitMissingError(f"git {OLDEST[0]}.{OLDEST[1]} or newer is needed; {found}")
     return numbers
 
 
-def attribute_source(object_format: str, command: str, known: tuple[int, int]) -> str | None:
+def attribute_source(object_format: str, command: str, known: tuple[int, ...]) -> str | None:
     """The tree attributes are read from: one without any, where git can be told. The drivers are blank anyway."""
     if known < (2, 41) or command in READS_ATTRIBUTES:
         return None

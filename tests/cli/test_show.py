@@ -251,6 +251,18 @@ def rig() -> Iterator[Rig]:
         yield running
 
 
+def test_a_profile_that_cannot_be_had_is_said_and_fails(rig: Rig, tmp_path: Path) -> None:
+    person = Person(tmp_path, rig.socket)
+    done = person.run("doctor", "--no-probe", "--profile", "prod")
+    assert done.returncode == 1
+    assert b"profile prod cannot be had here: its network ceiling is none" in done.stderr
+    assert b"  profile prod    CANNOT be had: its network ceiling is none" in done.stdout
+    found = json.loads(person.run("doctor", "--no-probe", "--profile", "prod", "--json").stdout)
+    assert found["sandboxd"]["profile prod"][0].startswith("CANNOT be had: ") and "error" in found
+    assert person.run("doctor", "--no-probe").returncode == 0
+    assert b"--profile x: it is dev or prod" in person.run("doctor", "--profile", "x").stderr
+
+
 def test_at_a_terminal_of_80_columns_a_sandbox_is_a_line(rig: Rig, tmp_path: Path) -> None:
     with at_terminal(Person(tmp_path, rig.socket), "list", cols=80) as terminal:
         assert terminal.wait() == 0
