@@ -1,7 +1,8 @@
 """Several agents at once, each in a sandbox of its own and for a branch of its own; then merge what they made.
 
 Usage:
-  sandbox-cli agent fleet run -f FILE [options]
+  sandbox-cli agent fleet run -f FILE [--keep] [--checkpoint-every=D] [--config=FILE] [--profile=NAME] [--context=C]
+                              [--json]
   sandbox-cli agent fleet status [--json]
   sandbox-cli agent fleet land BRANCH [--unverified] [--onto=BRANCH] [--json]
   sandbox-cli agent fleet land --all [--unverified] [--onto=BRANCH] [--json]
