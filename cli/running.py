@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from cli import bind, checkpoint, context, network, secrets, show, stream, terminal, wording
 from cli.agents import login
+from cli.agents.tools import Tools
 from cli.checkpoint import Checkpoints
 from cli.plan import Plan
 from cli.status import Status
@@ -61,6 +62,7 @@ class Run:
         self._keep = asked.keep
         self._sandbox_id = ""
         self._ref = ""
+        self._tools: Tools | None = None
 
     def to_the_end(self) -> Outcome:
         """Raises SandboxError where it cannot be begun, and then nothing is left of it."""
@@ -81,6 +83,10 @@ class Run:
             if asked.agent:
                 network.for_agents(offer, os.geteuid())
             wanted = wanted._replace(network=network.of_run(asked.network, offer, asked.hosts))
+            if asked.agent:
+                self._tools = Tools(client, offer, asked.agent, wanted.volumes, partial(create, client))
+                with Status() as status:
+                    self._tools.install(status)
         if asked.secrets:
             secrets.guard()
         values = secrets.fetch(asked.secrets, os.environ)
@@ -94,7 +100,8 @@ class Run:
         try:
             if self._created:
                 self._created(sandbox.id)
-            for note in (*self._notes(), *values.notes, *secrets.reach(asked.secrets, sandbox.network)):
+            reach = secrets.reach(asked.secrets, sandbox.network)
+            for note in (*self._notes(), *values.notes, *reach):
                 show.note(note)
             with Status() as status:
                 process = self._start(client, sandbox, status)
@@ -110,11 +117,12 @@ class Run:
         return self._attached(client, process)
 
     def _create(self, client: Client, wanted: Create, status: Status) -> Sandbox:
+        make = self._tools.create if self._tools else partial(create, client)
         if not self._repo:
-            return create(client, wanted, status)
+            return make(wanted, status)
         wanted = self._repo.announce(wanted, client.endpoint.address)
         try:
-            sandbox = create(client, wanted, status)
+            sandbox = make(wanted, status)
         except Unreachable:
             raise  # a sandbox may have been made: the record stays
         except SandboxError:
@@ -129,6 +137,7 @@ class Run:
     def _notes(self) -> Iterator[str]:
         """What the person should know of a run that really happens."""
         yield from self._plan.notes
+        yield from self._tools.notes if self._tools else ()
         for name in self._plan.unset:
             yield f"{name} is not set here: not passed on"
         if self._plan.create.bind:

@@ -107,6 +107,8 @@ class Capabilities(NamedTuple):
     network_ceiling: str
     network_may_allow: tuple[str, ...]
     network_may_allow_tcp: tuple[str, ...] = ()
+    registries: tuple[str, ...] = ()
+    registries_tcp: tuple[str, ...] = ()
 
 
 class EgressName(NamedTuple):
@@ -319,6 +321,8 @@ def capabilities(raw: Mapping[str, Any]) -> Capabilities:
         network_ceiling=field(str, network, "ceiling"),
         network_may_allow=field(tuple[str, ...], network, "may_allow"),
         network_may_allow_tcp=field(tuple[str, ...], network, "may_allow_tcp"),
+        registries=field(tuple[str, ...], network, "registries"),
+        registries_tcp=field(tuple[str, ...], network, "registries_tcp"),
     )
 
 

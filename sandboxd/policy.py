@@ -83,6 +83,10 @@ class Policy:
     may_allow: tuple[str, ...] = ()
     may_allow_tcp: tuple[str, ...] = ()
     private: tuple[str, ...] = ()
+    registries: tuple[str, ...] = ()
+    """Those of the host's configuration, for whoever installs something and is to reach nothing else; what a request
+    may have of them is decided like every other name."""
+    registries_tcp: tuple[str, ...] = ()
     pools: tuple[PoolSize, ...] = ()
     allow_bind: bool = False
     """Whether directories of this host may be shared; they are where the capability is there, too."""
@@ -96,6 +100,7 @@ def built_in(registries: Collection[str], services: Collection[str] = ()) -> Pol
     return Policy(
         ceiling="allowlist", default_network=Network("allowlist", allow, (), tuple(sorted(services))),
         may_allow=("*",), may_allow_tcp=("*",), private=tuple(sorted(registries)),
+        registries=tuple(sorted(registries)), registries_tcp=tuple(sorted(services)),
     )  # fmt: skip
 
 
@@ -114,8 +119,9 @@ def with_bind(policy: Policy) -> Policy:
 def without_network(policy: Policy) -> Policy:
     """What is left of it where no sandbox can have a network."""
     return replace(
-        policy, ceiling="none", default_network=Network("none"), may_allow=(), may_allow_tcp=(), private=()
-    )
+        policy, ceiling="none", default_network=Network("none"), may_allow=(), may_allow_tcp=(), private=(),
+        registries=(), registries_tcp=(),
+    )  # fmt: skip
 
 
 def require(capability: str, policy: Policy) -> None:

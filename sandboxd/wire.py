@@ -329,6 +329,8 @@ class NetworkOffer(Answer, frozen=True, kw_only=True):
     ceiling: Annotated[str, about("The widest mode there is.", enum=list(MODES))]
     may_allow: Annotated[tuple[str, ...], about("Names a request may allow beside the default's; `*`: any.")]
     may_allow_tcp: Annotated[tuple[str, ...], about("`HOST:PORT` likewise.")] = ()
+    registries: Annotated[tuple[str, ...], about("Names of the package registries that the server's host uses.")] = ()
+    registries_tcp: Annotated[tuple[str, ...], about("Those on a port of their own, as `HOST:PORT`.")] = ()
 
 
 class EgressName(Answer, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ def capabilities(service: Service) -> wire.Capabilities:
     limits = wire.Limits(**{name: getattr(policy.limits, name) for name in wire.Limits.__struct_fields__})
     offer = wire.NetworkOffer(
         default=_network(policy.default_network), ceiling=policy.ceiling, may_allow=policy.may_allow,
-        may_allow_tcp=policy.may_allow_tcp,
+        may_allow_tcp=policy.may_allow_tcp, registries=policy.registries, registries_tcp=policy.registries_tcp,
     )  # fmt: skip
     return wire.Capabilities(
         api_version=wire.API_VERSION, backend=service.backend_name, limits=limits, network=offer,

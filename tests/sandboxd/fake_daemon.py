@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from egress.network import EgressError, GuestNetwork, Link
 from egress.policy import Policy
 from guestd import protocol
 from sandboxd import __main__ as daemon
-from sandboxd import heartbeat
+from sandboxd import heartbeat, policy
 from sandboxd.__main__ import run
 from sandboxd.assembly import Parts
 from sandboxd.assets.prepare import Assets, Progress, Report
@@ -330,8 +330,15 @@ def speak(knob: Path) -> None:
         protocol.SINCE.update(told.get("since", {}))
 
 
+def offer_nothing_to_install_from() -> None:
+    """These guests mount no volume: an agent's tools would be installed in vain, and from the machine's own network."""
+    built_in = policy.built_in
+    vars(policy)["built_in"] = lambda *used: replace(built_in(*used), registries=(), registries_tcp=())
+
+
 def main() -> None:
     state, path = Path(sys.argv[1]), Path(sys.argv[2])
+    offer_nothing_to_install_from()
     speak(state.parent / "knobs" / "speaks")
     if (knob := state.parent / "knobs" / "patience").exists():
         vars(heartbeat).update(json.loads(knob.read_text()))

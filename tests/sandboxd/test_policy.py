@@ -238,7 +238,12 @@ def test_the_built_in_policy_and_what_is_left_without_a_network() -> None:
     assert {"registry.test", *BASELINE} == set(policy.default_network.allow or ())
     assert (policy.may_allow, policy.may_allow_tcp, policy.private) == (("*",), ("*",), ("registry.test",))
     assert policy.capabilities >= {"egress_allowlist", "egress_open", "egress_tcp", "network_policy_update"}
-    assert without_network(built_in([])) == Policy()
+    assert without_network(built_in(["registry.test"], ["other.test:8443"])) == Policy()
+
+
+def test_the_registries_are_said_apart_from_the_names_that_are_allowed() -> None:
+    policy = built_in(["b.test", "a.test"], ["c.test:8443"])
+    assert (policy.registries, policy.registries_tcp) == (("a.test", "b.test"), ("c.test:8443",))
 
 
 @pytest.mark.parametrize(
