@@ -43,7 +43,8 @@ def host() -> Iterator[Fact]:
     try:
         version = githard.version()
         yield "git", ".".join(map(str, version))
-        yield from known("git", version, shutil.which("git", path=":".join(githard.SEARCH)) or "")
+        found = (os.path.join(directory, "git") for directory in githard.SEARCH)
+        yield from known("git", version, next(filter(os.path.isfile, found), ""))
     except SandboxError as error:
         yield "git", str(error)
     yield from forwarding(uid)
