@@ -1,16 +1,18 @@
 """A directory of this host as a sandbox's workspace, instead of a copy of the repository.
 
-In: `--bind` and `--bind-read-only`. Out: what a create asks for, or an error before anything is asked of a server. The
-daemon decides by its own look at the directory; this one is there so that what nobody gets is said in the flags' words,
-and since only this side knows the person's HOME.
+In: `--bind` and `--bind-read-only`. Out: what a create asks for, or an error before anything is asked of a server;
+after the run, what it changed in the directory that this machine runs or obeys. The daemon decides by its own look at
+the directory; this one is there so that what nobody gets is said in the flags' words, and only here HOME is known.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from cli import changed, gate, show
 from sandboxd.client import Bind, Capabilities, Client
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
@@ -60,6 +62,24 @@ def notes(bind: Bind) -> Iterator[str]:
         yield f"/workspace is {shown}, only to be read: nothing comes back"
     else:
         yield f"/workspace is {shown} itself: what the command changes there is changed here, and nothing checks it"
+
+
+class Watch:
+    """A directory that a run may change: what the host runs or obeys in it, from before to after."""
+
+    def __init__(self, bind: Bind) -> None:
+        self._directory = Path(os.path.realpath(bind.host_path))
+        self._before = changed.snapshot(self._directory)
+
+    def tell(self, *, running: bool) -> dict[str, Any]:
+        """Says what differs now, and gives it as `--json` prints it. `running`: the sandbox can still change it."""
+        review = changed.compare(self._before, changed.snapshot(self._directory))
+        for line in changed.lines(review):
+            show.note(line)
+        if running:
+            shown = clean(str(self._directory))
+            show.note(f"the sandbox still runs, and what it changes in {shown} from now on is not told")
+        return gate.as_json(review)
 
 
 def _check(path: str, home: str, *, read_only: bool) -> None:

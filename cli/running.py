@@ -59,6 +59,7 @@ class Run:
         self._repo = Workspace.of(asked) if asked.workspace else None
         if asked.checkpoint_every_s and not self._repo:
             raise SandboxError("--checkpoint-every: not in a git repository, so there is nothing to take one of")
+        self._watch: bind.Watch | None = None
         self._keep = asked.keep
         self._sandbox_id = ""
         self._ref = ""
@@ -91,6 +92,9 @@ class Run:
             secrets.guard()
         values = secrets.fetch(asked.secrets, os.environ)
         with Status() as status:
+            if wanted.bind and not wanted.bind.read_only:
+                status.say("looking at the directory")
+                self._watch = bind.Watch(wanted.bind)
             if self._repo:
                 status.say("packing HEAD")
                 self._repo.pack()
@@ -184,6 +188,7 @@ class Run:
         except BaseException:
             show.note(f"{self._ref} is left as it is; look at it with: sandbox-cli attach {self._ref}")
             self._hint_bring_back()
+            self._tell_changes(running=True)
             raise
         if taken:
             for note in taken.told():
@@ -211,6 +216,8 @@ class Run:
             raise
         finally:
             self._end(client)
+        # Afterwards, so that nothing that it left running changes the directory behind our back.
+        result |= self._tell_changes(running=self._keep)
         if self._plan.json:
             show.error(json.dumps(result) + "\n")
         return Outcome(code, sandbox, result.get("commits"), result.get("commit"), result.get("error"))
@@ -229,9 +236,13 @@ class Run:
             show.note("what became of it: sandbox-cli recover")
         else:
             self._end(client)
+        changes = self._tell_changes(running=False)
         if self._plan.json:
-            show.error(json.dumps({"sandbox": self._sandbox_id, "exit_code": 1, "error": why}) + "\n")
+            show.error(json.dumps({"sandbox": self._sandbox_id, "exit_code": 1, "error": why} | changes) + "\n")
         return Outcome(1, self._sandbox_id, error=why, died=True)
+
+    def _tell_changes(self, *, running: bool) -> dict[str, Any]:
+        return self._watch.tell(running=running) if self._watch else {}
 
     def _left_behind(self, left: Sequence[str]) -> None:
         """Something would be lost with the sandbox: it stays until the person has seen to it."""

@@ -68,6 +68,41 @@ def test_the_directory_itself_is_the_workspace(rig: Rig, person: Person, path: s
     assert "refs/sandbox" not in done.stderr.decode()
 
 
+PLANTED = r"printf '[core]\n\tfsmonitor = ./evil\n\thooksPath = .evil\n' >> .git/config; "
+PLANTED += "echo x > .git/hooks/post-checkout; chmod +x .git/hooks/post-checkout; "
+PLANTED += "mkdir -p .vscode; echo '{}' > .vscode/tasks.json; echo y > notes.txt"
+
+
+def test_what_this_machine_would_run_later_is_listed(person: Person) -> None:
+    """Nothing of it has run here: the report does not use the repository's settings."""
+    for path in (person.home / "project").rglob("*"):
+        path.chmod(0o777)
+    (person.home / "project/.git").chmod(0o777)
+    done = run(person, "--bind=project", "--json", script=PLANTED)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stderr.splitlines()[-1])
+    listed = {(one["path"], one["change"]) for one in said["executed"]}
+    planted = {(".git/config", "changed"), (".git/hooks/post-checkout", "added"), (".vscode/tasks.json", "added")}
+    assert planted <= listed and not any(path == "notes.txt" for path, _ in listed)
+    notes = done.stderr.decode().lower()
+    for expected in ("core.fsmonitor is './evil'", "core.hookspath", ".vscode/tasks.json (added)"):
+        assert expected in notes, notes
+
+
+def test_where_nothing_of_the_kind_changed_nothing_is_said(person: Person) -> None:
+    done = run(person, "--bind=project", script="echo y > notes.txt")
+    assert done.stderr.decode().splitlines() == [
+        f"sandbox-cli: /workspace is {person.home}/project itself: what the command changes there is changed here, "
+        "and nothing checks it"
+    ]
+
+
+def test_a_sandbox_that_is_kept_can_still_change_it(person: Person) -> None:
+    done = run(person, "--bind=project", "--keep", "--name=kept", script="echo x > Makefile")
+    assert "Makefile (added)" in done.stderr.decode() and "the sandbox still runs" in done.stderr.decode()
+    assert person.run("kill", "kept").returncode == 0
+
+
 def test_only_to_be_read_nothing_can_be_changed(rig: Rig, person: Person) -> None:
     script = "cat hello.txt; echo x > made || echo cannot; rm -f hello.txt || echo stays"
     done = run(person, "--bind=project", "--bind-read-only", script=script)
