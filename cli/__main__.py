@@ -18,6 +18,7 @@ Commands:
   tunnel SANDBOX PORT           reach a port inside a sandbox from this machine
   list, ls                      list sandboxes
   bring-back SANDBOX            bring the commits of a run's sandbox back again
+  recover                       what became of runs that were cut off, and where their work is
   update SANDBOX                change what a sandbox may reach, its name, its labels
   egress SANDBOX                show which names a sandbox asked for, and what was decided
   why ID                        explain one refusal, and print what would allow it
@@ -77,6 +78,7 @@ COMMANDS = {
     "kill": "cli.kill",
     "list": "cli.list",
     "logs": "cli.logs",
+    "recover": "cli.recover",
     "resume": "cli.resume",
     "run": "cli.run",
     "shell": "cli.shell",
@@ -92,7 +94,7 @@ COMMANDS = {
 }
 ALIASES = {"ls": "list"}
 LATER = (
-    "agent-run", "gateway", "job", "mirror", "org", "recover", "secret", "service", "ssh", "ssh-access",
+    "agent-run", "gateway", "job", "mirror", "org", "secret", "service", "ssh", "ssh-access",
     "ssh-key", "studio", "whoami",
 )  # fmt: skip
 INTERRUPTED = 130

@@ -117,7 +117,8 @@ def network(value: Network) -> str:
 
 
 def labels(value: Mapping[str, str]) -> str:
-    return ",".join(f"{key}={value[key]}" for key in sorted(value))
+    """Without the one that only `recover` reads."""
+    return ",".join(f"{key}={value[key]}" for key in sorted(value) if key != "run.id")
 
 
 def sandbox(value: Sandbox) -> dict[str, Any]:
