@@ -1,4 +1,4 @@
-"""docs/security.md names tests for what it promises: they exist, no promise is without, and what is open is said."""
+"""Pages of docs/ that promise name tests for it: they exist, no promise is without, and what is open is said."""
 
 from __future__ import annotations
 
@@ -9,13 +9,25 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = (ROOT / "docs" / "security.md").read_text()
-NAMED = sorted(set(re.findall(r"`((?:tests|conformance)/[\w/]+\.py(?:::\w+)?)`", TEXT)))
-SECTIONS = {part.partition("\n")[0]: part.partition("\n")[2] for part in TEXT.split("\n## ")[1:]}
 UNPROTECTED = "What is not protected"
+
+
+def sections(text: str) -> dict[str, str]:
+    return {part.partition("\n")[0]: part.partition("\n")[2] for part in text.split("\n## ")[1:]}
+
+
+TEXT = (ROOT / "docs" / "security.md").read_text()
+SECTIONS = sections(TEXT)
+# Of other pages, those sections that are promises.
+BESIDE = {"secrets": "What is protected"}
+PAGES = {page: (ROOT / "docs" / f"{page}.md").read_text() for page in BESIDE}
+NAMED = sorted(set(re.findall(r"`((?:tests|conformance)/[\w/]+\.py(?:::\w+)?)`", TEXT + "".join(PAGES.values()))))
 PROMISES = [
     " ".join(item.split())
-    for title, body in SECTIONS.items() if title != UNPROTECTED
+    for body in (
+        *(body for title, body in SECTIONS.items() if title != UNPROTECTED),
+        *(sections(text)[BESIDE[page]] for page, text in PAGES.items()),
+    )
     for item in re.split(r"^- ", body, flags=re.MULTILINE)[1:]
 ]  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from cli import config, config_file, trust
 from cli.config import Config, Secret, discover, load
 from sandboxd.errors import SandboxError
-from tests.cli.person import Person
+from tests.cli.person import ROOT, Person
 
 DEV = Config(baseline=True, persist_auth=True)
 PROD = Config(mode="allowlist", baseline=False, persist_auth=False, profile="prod")
@@ -344,6 +345,16 @@ def test_every_setting_is_classified() -> None:
     assert not set(trust.DEAD) & set(trust.LIVE)
     assert {key.partition(".")[0] for key in trust.DEAD} <= set(config_file.DEAD)
     assert not {key.partition(".")[0] for key in trust.LIVE} & set(config_file.DEAD)
+
+
+def test_every_key_is_in_the_documentation() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert re.findall(r"^\| `([a-z_.]+)` \|", page, re.MULTILINE) == list(trust.LIVE)
+    former = page.partition("Keys of earlier designs")[2].partition("\n\n")[0]
+    assert set(config_file.DEAD) <= set(re.findall(r"`([a-z]+)`", former))
+    for key, rule in trust.LIVE.items():
+        [row] = re.findall(rf"^\| `{re.escape(key)}` \|.*\|$", page, re.MULTILINE)
+        assert row.endswith("| refused |") is (rule is trust.LIVE["image"]), key
 
 
 def test_every_key_that_is_read_is_known_to_the_rules(place: Place) -> None:

@@ -265,7 +265,7 @@ def test_a_secret_that_cannot_be_had_leaves_nothing_behind(
     assert rig.call("GET", "/v1/sandboxes").json == before
 
 
-def test_what_is_missing_here_is_told_before_a_daemon_is_asked_and_no_command_is_run_for_none(tmp_path: Path) -> None:
+def test_what_is_missing_is_told_before_a_server_is_asked(tmp_path: Path) -> None:
     (tmp_path / ".config" / "sandbox").mkdir(parents=True)
     person = Person(tmp_path, NOWHERE)
     says(person, "secrets: {A: {command: 'touch fetched; echo x'}, B: {env: ABSENT}}")

@@ -29,10 +29,11 @@ KINDS = (*GIVEN, "disk")  # the last is what the guest writes to its own disk, w
 NAME = {kind: f"CANARY_{kind.upper()}" for kind in GIVEN}
 HEAD = "s3cr3t-canary-"
 VALUE = {kind: f"{HEAD}{hashlib.sha256(os.urandom(16)).hexdigest()[:16]}-{kind}" for kind in KINDS}
+SUM = f"for name in {' '.join(NAME.values())}; do printenv $name; done | sha256sum"
+SUMMED = hashlib.sha256("".join(VALUE[kind] + "\n" for kind in GIVEN).encode()).hexdigest()
 GUEST = (
     f"echo {base64.b64encode(VALUE['disk'].encode()).decode()} | base64 -d > ~/written; sync; "
-    f"for name in {' '.join(NAME.values())}; do printenv $name; done | sha256sum; cat /proc/cmdline; echo ready; "
-    "exec sleep 600"
+    f"{SUM}; cat /proc/cmdline; echo ready; exec sleep 600"
 )
 
 
@@ -154,8 +155,7 @@ def test_a_value_is_in_the_sandbox_and_nowhere_else(
         assert process.stdout is not None
         said = [process.stdout.readline().decode() for _ in range(3)]
         assert said[2] == "ready\n", process.communicate()
-        together = "".join(VALUE[kind] + "\n" for kind in GIVEN)
-        assert said[0].split()[0] == hashlib.sha256(together.encode()).hexdigest(), "the sandbox has them all"
+        assert said[0].split()[0] == SUMMED, "the sandbox has them all"
         assert HEAD not in said[1] and "=" in said[1], "the kernel's command line has none"
 
         # While it runs: only the command line itself has what its caller put into its arguments and its environment.
@@ -182,6 +182,11 @@ def test_a_value_is_in_the_sandbox_and_nowhere_else(
     told = answers(daemon, "keeps-it") + person.run("list", "--json").stdout
     assert HEAD.encode() not in told
     assert all(name.encode() in told for name in NAME.values()), "names are told"
+    daemon.kill()
+    daemon.start()
+    again = daemon.client.run("keeps-it", ["sh", "-c", SUM]).stdout.decode()
+    assert again.split()[0] == SUMMED, "a sandbox that is taken back keeps them"
+    assert processes() == {bystander: {"env", "config"}}
     assert files(tmp_path, daemon.directory) == mine | {disk: {"disk"}}
 
     assert person.run("kill", "keeps-it").returncode == 0
