@@ -31,6 +31,7 @@ def of(place: Place, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _setting(place: Place, key: str) -> str:
-    own = githard.run(place, "config", "-z", "--get", key, accept=(0, 1)).stdout
+    inside = place.git_dir != githard.NOWHERE.git_dir
+    own = githard.run(place, "config", "-z", "--get", key, accept=(0, 1)).stdout if inside else b""
     said = [os.fsdecode(own.removesuffix(b"\0")), *reversed(githard.persons(key))]
     return next((one for one in said if one.strip()), "")

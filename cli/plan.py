@@ -105,7 +105,7 @@ def of(
         memory_mb=_number("--memory", args["--memory"], int) or (size and size.memory_mb),
         disk_mb=_number("--disk", args["--disk"], int) or (size and size.disk_mb) or None,
         idle_timeout_secs=_number("--idle", args["--idle"], int),
-        env=IDENTITY | ({"TZ": zone} if zone else {}) | _from_files(settings, environ) | given,
+        env=_identity(args, environ) | ({"TZ": zone} if zone else {}) | _from_files(settings, environ) | given,
         labels=_labels(args["--label"]) | ({"agent": agent.name} if agent else {}),
         volumes=volume.given(args["--volume"]),
         **snapshots(args),
@@ -163,6 +163,17 @@ def _network(settings: Config) -> network.Wanted:
         mode=settings.mode, allow=settings.allow, deny=settings.deny, allow_tcp=settings.allow_tcp,
         baseline=settings.baseline is not False,
     )  # fmt: skip
+
+
+def _identity(args: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
+    """Whose name commits in the sandbox bear: nobody's, or with --git the person's as git has it here."""
+    if not args["--git"]:
+        return IDENTITY
+    from cli import identity, repository
+    from cli.githard import NOWHERE, Place
+
+    found = repository.locate(Path(args["--project"] or "."))
+    return identity.of(Place(found.git_dir, found.top) if found else NOWHERE, environ)
 
 
 def environment(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:

@@ -24,6 +24,7 @@ Options:
   --keep              leave the sandbox running at the end
   -d, --detach        start the command, print the sandbox's id and leave
   -e KV, --env=KV     K=V, or K for the value it has here; may be given again
+  --git               commits in the sandbox bear your name and address, as git has them here
   --profile=NAME      dev, or prod: only hosts that are named, none of the server's own, and no login is kept
                       (default: what the settings say, else dev)
   --config=FILE       settings to use instead of the project's .sandbox.yaml; unlike that, this file is trusted
@@ -65,10 +66,7 @@ from cli.agents.table import Agent
 from cli.running import Run, signals_end_us
 from sandboxd.errors import SandboxError
 
-LATER = (
-    "--fallback",
-    "--git",
-)
+LATER = ("--fallback",)
 
 
 def main(args: dict[str, Any]) -> int:
