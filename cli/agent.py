@@ -14,16 +14,21 @@ It runs as `run` runs a command: HEAD goes in, commits come back, the exit code 
 gets the variables its vendor documents for keys and addresses, and what -e, or your configuration, names. The host its
 provider answers at is allowed by itself, but not under --profile prod. An agent the image does not carry is installed
 first.
+
+With --fallback (or `routing` in your configuration) another agent goes on in a fresh sandbox where one that asks nobody
+fails and has changed nothing. It gets the same prompt, the last word here, and finds what was said in /sandbox/context.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
-from cli import run
-from cli.agents import start, wrapper
-from cli.agents.table import named
+from cli import plan, run, terminal
+from cli.agents import routing, start, wrapper
+from cli.agents.table import Agent, named
+from cli.running import Run, signals_end_us
 from sandboxd.errors import SandboxError
 
 WORDS_AS_THEY_ARE = True
@@ -43,4 +48,17 @@ def main(args: dict[str, Any]) -> int:
     if given.help:
         sys.stdout.write(f"{str(__doc__).strip()}\n\nSandbox flags:\n{usage.partition('Options:')[2].strip(chr(10))}\n")
         return 0
-    return run.start(run.parsed(given.flags, start.argv(agent, given.agents)), agent)
+    flags = run.parsed(given.flags, ())
+    settings = run.settings(flags)
+    at_terminal = terminal.is_ours()
+    others = routing.others(
+        agent, given.agents, flags["--fallback"], settings.routing, terminal=at_terminal, detach=flags["--detach"]
+    )
+
+    def planned(who: Agent, command: tuple[str, ...]) -> plan.Plan:
+        return plan.of(flags | {"CMD": command}, settings, os.environ, plan.zone(), who)
+
+    with signals_end_us():
+        if others:
+            return routing.Route((agent, *others), given.agents, settings.providers, planned).to_the_end()
+        return Run(planned(agent, start.argv(agent, given.agents))).to_the_end().code

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +47,8 @@ class Plan:
     where only names that were given are to be allowed.
     `secrets` are fetched when the sandbox is made; `persist_auth` says whether an agent's login may be kept; `notes`
     are for the person once the run really happens. `packed` goes into the sandbox instead of what HEAD is now.
-    `checkpoint_every_s` is 0 for never, None where it was not said.
+    `checkpoint_every_s` is 0 for never, None where it was not said. `files` are put into the sandbox, by their paths
+    there, before the command starts.
     """
 
     command: tuple[str, ...]
@@ -69,6 +70,7 @@ class Plan:
     persist_auth: bool = True
     notes: tuple[str, ...] = ()
     packed: Packed | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
     checkpoint_every_s: float | None = None
 
     @property

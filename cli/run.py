@@ -2,7 +2,7 @@
 
 Usage:
   sandbox-cli run [--allow=HOST]... [--deny=HOST]... [--allow-tcp=HOST:PORT]... [--env=KV]... [--label=KV]...
-                  [--volume=SPEC]... [options] -- CMD...
+                  [--volume=SPEC]... [--fallback=AGENT]... [options] -- CMD...
 
 Inside a git repository HEAD goes in as a bundle and is checked out in /workspace, where the command starts.
 When it ends, everything it left there is committed and comes back to refs/sandbox/NAME; no branch, index or
@@ -48,6 +48,8 @@ Options:
   --no-baseline       only the names given here, none of the server's own
   --volume=SPEC       NAME:/path mounts a volume there, NAME:/path:ro only to read; may be given again
   --label=KV          K=V, for `list --label`; may be given again
+  --fallback=AGENT    for `agent` only: who goes on where an agent that asks nobody fails and has changed nothing, or
+                      its provider does not answer; may be given again
   --context=C         which sandboxd: the name of a context (see `context`), or an address
   --json              print the result as an object: on stdout with --detach, else last on stderr
   -h, --help          show this
@@ -62,15 +64,18 @@ from typing import Any
 from docopt import DocoptExit, docopt
 
 from cli import config, plan
-from cli.agents.table import Agent
 from cli.running import Run, signals_end_us
 from sandboxd.errors import SandboxError
 
-LATER = ("--fallback",)
+LATER: tuple[str, ...] = ()
 
 
 def main(args: dict[str, Any]) -> int:
-    return start(args)
+    if args["--fallback"]:
+        raise SandboxError("--fallback goes with `sandbox-cli agent`: another agent would not know what CMD was to do")
+    asked = plan.of(args, settings(args), os.environ, plan.zone())
+    with signals_end_us():
+        return Run(asked).to_the_end().code
 
 
 def parsed(flags: Sequence[str], command: Sequence[str]) -> dict[str, Any]:
@@ -81,10 +86,6 @@ def parsed(flags: Sequence[str], command: Sequence[str]) -> dict[str, Any]:
         raise SandboxError("a flag is missing its value, or given twice; see sandbox-cli run --help") from None
 
 
-def start(args: dict[str, Any], agent: Agent | None = None) -> int:
-    """Settings and arguments become a plan, and the plan a run, whose exit code it returns."""
-    project = config.directory(args["--project"])
-    settings = config.load(os.environ, project, args["--config"], args["--profile"])
-    asked = plan.of(args, settings, os.environ, plan.zone(), agent)
-    with signals_end_us():
-        return Run(asked).to_the_end().code
+def settings(args: dict[str, Any]) -> config.Config:
+    """Those in force for a run with these arguments."""
+    return config.load(os.environ, config.directory(args["--project"]), args["--config"], args["--profile"])

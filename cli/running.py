@@ -38,7 +38,8 @@ class Outcome:
 
     `code` is its exit code, `sandbox` the id. `commits` are those that came back: 0 where there were none, None where
     nobody knows (nothing was to come back, it failed, or the command was left running); `commit` is the last of them,
-    `error` why they did not. `died`: the sandbox ended before the command did.
+    `error` why they did not. `died`: the sandbox ended before the command did. `left`: something that did not come back
+    is still in it. `interrupted`: the person sent the command a signal.
     """
 
     code: int
@@ -47,15 +48,23 @@ class Outcome:
     commit: str | None = None
     error: str | None = None
     died: bool = False
+    left: bool = False
+    interrupted: bool = False
 
 
 class Run:
     """The steps of a run, in order."""
 
-    def __init__(self, asked: Plan, created: Callable[[str], None] | None = None) -> None:
-        """`created` is told the sandbox's id as soon as there is one."""
+    def __init__(
+        self, asked: Plan, created: Callable[[str], None] | None = None,
+        ended: Callable[[Client, str, int], None] | None = None,
+    ) -> None:
+        """`created` is told the sandbox's id as soon as there is one, `ended` the command's exit code while the sandbox
+        is still there to be looked at."""
         self._plan = asked
         self._created = created
+        self._ended = ended
+        self._left = self._interrupted = False
         self._repo = Workspace.of(asked) if asked.workspace else None
         if asked.checkpoint_every_s and not self._repo:
             raise SandboxError("--checkpoint-every: not in a git repository, so there is nothing to take one of")
@@ -160,6 +169,8 @@ class Run:
         if self._plan.agent and self._plan.persist_auth:
             for note in login.restore(client, sandbox.id, self._plan.agent):
                 show.note(note)
+        for path, content in self._plan.files.items():
+            client.write_file(sandbox.id, path, content)
         status.say("starting the command")
         tty = not self._plan.detach and terminal.is_ours()
         env = terminal.environment() if tty else {}
@@ -182,7 +193,7 @@ class Run:
         sandbox = self._sandbox_id
         try:
             attachment = client.attach(sandbox, process.pid)
-            deliver = partial(client.signal, sandbox, process.pid)
+            deliver = partial(self._signal, client, process)
             with self._checkpoints(client) as taken:
                 code = stream.follow(attachment, deliver, tty=process.tty, role=stream.Role.OWNED)
         except BaseException:
@@ -197,6 +208,8 @@ class Run:
             return self._ended_early(client)
         result: dict[str, Any] = {"sandbox": sandbox, "exit_code": code}
         try:
+            if self._ended:
+                self._ended(client, sandbox, code)
             if self._plan.agent and self._plan.persist_auth:
                 for note in login.save(client, sandbox, self._plan.agent):
                     show.note(note)
@@ -220,7 +233,14 @@ class Run:
         result |= self._tell_changes(running=self._keep)
         if self._plan.json:
             show.error(json.dumps(result) + "\n")
-        return Outcome(code, sandbox, result.get("commits"), result.get("commit"), result.get("error"))
+        return Outcome(
+            code, sandbox, result.get("commits"), result.get("commit"), result.get("error"), left=self._left,
+            interrupted=self._interrupted,
+        )  # fmt: skip
+
+    def _signal(self, client: Client, process: Process, name: str) -> None:
+        self._interrupted = True
+        client.signal(self._sandbox_id, process.pid, name)
 
     def _checkpoints(self, client: Client) -> AbstractContextManager[Checkpoints | None]:
         asked = self._plan.checkpoint_every_s
@@ -246,7 +266,7 @@ class Run:
 
     def _left_behind(self, left: Sequence[str]) -> None:
         """Something would be lost with the sandbox: it stays until the person has seen to it."""
-        self._keep = True
+        self._keep = self._left = True
         for what in left:
             show.note(f"still only in the sandbox: {what}")
         show.note(f"so {self._ref} is kept until it has been idle for its time; look: {self._look()}")

@@ -22,7 +22,7 @@ import time
 
 from guestd import files, linux
 from guestd.linux import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, MS_REC, MS_REMOUNT
-from guestd.place import BASE_ENV, GID, HOME, UID, WORKSPACE, Place
+from guestd.place import BASE_ENV, CONTEXT, GID, HOME, UID, WORKSPACE, Place
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _identify(hostname: str, machine_id: str) -> None:
         files.replace(root_fd, "/etc/machine-id", machine_id.encode() + b"\n")
         if not _exists(root_fd, "/etc/gitconfig"):
             files.replace(root_fd, "/etc/gitconfig", _GITCONFIG)
-        for path in (HOME, WORKSPACE):
+        for path in (HOME, WORKSPACE, CONTEXT):
             fd = files.open_directory(root_fd, path)
             try:
                 os.chown(f"/proc/self/fd/{fd}", UID, GID)

@@ -15,6 +15,8 @@ UID: Final = 1001
 GID: Final = 1001
 HOME: Final = "/sandbox/home"
 WORKSPACE: Final = "/workspace"
+CONTEXT: Final = "/sandbox/context"
+"""What the host has to tell those who work here, as files."""
 
 BASE_ENV: Final[Mapping[str, str]] = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

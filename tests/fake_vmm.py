@@ -4,7 +4,7 @@
 
 binds a unix socket at PATH that takes `CONNECT 5000\\n` and answers `OK n\\n`, as the vsock device of a
 real machine does, and prints `ready` once guestd answers. There is no VM: guestd runs in a bubblewrap
-container that has the host's programs read-only and its own /workspace, /sandbox/home, /tmp and process
+container that has the host's programs read-only and its own /workspace, /sandbox, /tmp and process
 numbers, with what it writes in DIR (`--workspace`: another directory for /workspace). As root, commands run
 there as uid 1001, each in a cgroup where the host has a version 2 hierarchy; as an ordinary user everything
 is uid 1001 of a user namespace. TERM, or the death of this process, ends all of it.
@@ -90,6 +90,7 @@ def container(
         "--bind", str(root / "tmp"), "/tmp",
         "--ro-bind" if read_only else "--bind", str(workspace or root / "workspace"), "/workspace",
         "--bind", str(root / "home"), "/sandbox/home",
+        "--bind", str(root / "context"), "/sandbox/context",
         "--ro-bind", str(REPOSITORY), "/run/sandbox",
         "--ro-bind", str(helper), "/run/guest-exec",
         "--chmod", "1777", "/dev/shm",
@@ -107,11 +108,11 @@ def container(
 
 
 def make_root(root: Path) -> None:
-    for name, mode in (("run", 0o700), ("tmp", 0o1777), ("workspace", 0o755), ("home", 0o755)):
+    for name, mode in (("run", 0o700), ("tmp", 0o1777), ("workspace", 0o755), ("home", 0o755), ("context", 0o755)):
         path = root / name
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(mode)
-        if os.geteuid() == 0 and name in ("workspace", "home"):
+        if os.geteuid() == 0 and name in ("workspace", "home", "context"):
             os.chown(path, UID, UID)
     (root / "run" / "guestd.sock").unlink(missing_ok=True)
 

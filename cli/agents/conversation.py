@@ -30,6 +30,7 @@ FILES = 8
 TURNS = 40
 LINE_BYTES = 1 << 20
 TEXT_CHARS = 8000
+NAMES, NAME_CHARS = 10, 300
 HOME = "/sandbox/home"
 CLAUDE_PROJECTS = ("-workspace", "-sandbox-home")
 CODEX_SESSIONS = f"{HOME}/.codex/sessions"
@@ -39,12 +40,14 @@ USER, AGENT, TOOL = "user", "agent", "tool"
 
 class Turn(NamedTuple):
     """Something that was said. `who` is USER, AGENT, or TOOL for an answer to the agent's call; `text` is cut; `calls`
-    are names of tools the agent called; `at` is seconds since 1970, None where no time stands in the file."""
+    are names of tools the agent called, `files` those it called them with; `at` is seconds since 1970, None where no
+    time stands in the file."""
 
     who: str
     text: str
     at: float | None
     calls: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
 
 
 def readable(agent: str) -> bool:
@@ -92,7 +95,10 @@ def claude(line: dict[str, Any]) -> Turn | None:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else _objects(content)
     said = "\n".join(_text(block.get("text")) for block in blocks if block.get("type") == "text")
     if kind == "assistant":
-        return Turn(AGENT, _cut(said), at, _names(block for block in blocks if block.get("type") == "tool_use"))
+        uses = [block for block in blocks if block.get("type") == "tool_use"]
+        inputs = _objects([block.get("input") for block in uses])
+        named = (value.get(key) for value in inputs for key in ("file_path", "notebook_path", "path"))
+        return Turn(AGENT, _cut(said), at, _names(block.get("name") for block in uses), _names(named))
     answers = [block for block in blocks if block.get("type") == "tool_result"]
     return Turn(TOOL, "", at) if answers else Turn(USER, _cut(said), at)
 
@@ -105,15 +111,19 @@ def codex(line: dict[str, Any]) -> Turn | None:
     what = payload.get("type")
     if kind == "response_item" and isinstance(what, str):
         if what.endswith("_call"):
-            return Turn(AGENT, "", at, _names([payload]))
+            return Turn(AGENT, "", at, _names([payload.get("name")]))
         return Turn(TOOL, "", at) if what.endswith("_call_output") else None
     if kind != "event_msg":
         return None
     if what in ("task_complete", "turn_aborted"):
         return Turn(AGENT, "", at)
     item = payload.get("item")
-    who = {"UserMessage": USER, "AgentMessage": AGENT}.get(str(item.get("type"))) if isinstance(item, dict) else None
-    if what != "item_completed" or who is None or not isinstance(item, dict):
+    if what != "item_completed" or not isinstance(item, dict):
+        return None
+    if item.get("type") == "CommandExecution":
+        named = (part.get("path") for part in _objects(item.get("parsed_cmd")))
+        return Turn(TOOL, "", at, files=_names(named))
+    if (who := {"UserMessage": USER, "AgentMessage": AGENT}.get(_text(item.get("type")))) is None:
         return None
     return Turn(who, _cut("\n".join(_text(block.get("text")) for block in _objects(item.get("content")))), at)
 
@@ -182,8 +192,8 @@ def _objects(value: object) -> list[dict[str, Any]]:
     return [block for block in value if isinstance(block, dict)] if isinstance(value, list) else []
 
 
-def _names(blocks: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    return tuple(_text(block.get("name"))[:100] for block in blocks)[:FILES]
+def _names(values: Iterable[object]) -> tuple[str, ...]:
+    return tuple(value[:NAME_CHARS] for value in values if isinstance(value, str) and value)[:NAMES]
 
 
 def _text(value: object) -> str:

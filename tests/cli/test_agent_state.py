@@ -52,6 +52,14 @@ def item(kind: str, text: str, block: str) -> dict[str, Any]:
             Turn(AGENT, "", NOW, ("Bash",)), id="a call",
         ),
         pytest.param(
+            claude("assistant", [{"type": "tool_use", "name": "Edit", "input": {"file_path": "/workspace/a"}}]),
+            Turn(AGENT, "", NOW, ("Edit",), ("/workspace/a",)), id="a call about a file",
+        ),
+        pytest.param(
+            claude("assistant", [{"type": "tool_use", "name": 1, "input": {"path": [2]}}, {"type": "tool_use"}]),
+            Turn(AGENT, "", NOW), id="a call with neither name nor file",
+        ),
+        pytest.param(
             claude("user", [{"type": "tool_result", "content": "f"}]), Turn(TOOL, "", NOW), id="its answer"
         ),
         pytest.param(
@@ -85,7 +93,11 @@ def test_a_line_of_claude_code(line: dict[str, Any], turn: Turn | None) -> None:
         pytest.param(response("function_call", name="shell"), Turn(AGENT, "", NOW, ("shell",)), id="another call"),
         pytest.param(codex("event_msg", type="task_complete"), Turn(AGENT, "", NOW), id="the end"),
         pytest.param(codex("event_msg", type="turn_aborted"), Turn(AGENT, "", NOW), id="an interruption"),
-        pytest.param(item("CommandExecution", "ls", "text"), None, id="another item"),
+        pytest.param(
+            codex("event_msg", type="item_completed", item={"type": "CommandExecution", "parsed_cmd": [{"path": "a"}]}),
+            Turn(TOOL, "", NOW, (), ("a",)), id="a command",
+        ),
+        pytest.param(item("Reasoning", "hm", "text"), None, id="another item"),
         pytest.param(response("message", role="user", content=[ENVIRONMENT]), None, id="the environment"),
         pytest.param(codex("session_meta", id="x", cwd="/workspace"), None, id="about the session"),
         pytest.param({"type": "event_msg", "payload": []}, None, id="a payload of another type"),
