@@ -144,8 +144,7 @@ def _run(argv: list[str]) -> int:
         as_they_are = getattr(module, "WORDS_AS_THEY_ARE", False)
         args = {"WORDS": rest} if as_they_are else dict(docopt(usage, argv=[*name.split(), *rest]))
     except DocoptExit as error:
-        later: Sequence[str] = getattr(module, "LATER", ())
-        raise SandboxError(misuse(name, usage, rest, str(error), later)) from None
+        raise SandboxError(misuse(name, usage, rest, str(error))) from None
     try:
         return int(module.main(args))
     except ApiError as error:
@@ -155,14 +154,11 @@ def _run(argv: list[str]) -> int:
         raise SandboxError(wording.about(error.message, ref, args.get("--pid"))) from None
 
 
-def misuse(name: str, usage: str, argv: Sequence[str], fault: str, later: Sequence[str]) -> str:
+def misuse(name: str, usage: str, argv: Sequence[str], fault: str) -> str:
     """What is wrong with arguments that do not fit `usage`, in one line."""
     ours = list(argv[: argv.index("--")] if "--" in argv else argv)
     given = [word.partition("=")[0] for word in ours if word.startswith("-") and word != "-"]
     known = set(re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", usage))
-    for option in given:
-        if option in later:
-            return f"{name}: {option} is not built yet in this version"
     for option in given:
         if not any(word.startswith(option) or (option[:2] == word and len(word) == 2) for word in known):
             what = f"unknown option {clean(option)}"

@@ -44,7 +44,7 @@ def main(args: dict[str, Any]) -> int:
         return 0
     agent = named(words[0])
     usage = str(run.__doc__)
-    given = wrapper.split(words[1:], wrapper.flags(usage), run.LATER)
+    given = wrapper.split(words[1:], wrapper.flags(usage))
     if given.help:
         sys.stdout.write(f"{str(__doc__).strip()}\n\nSandbox flags:\n{usage.partition('Options:')[2].strip(chr(10))}\n")
         return 0

@@ -67,8 +67,6 @@ from cli import config, plan
 from cli.running import Run, signals_end_us
 from sandboxd.errors import SandboxError
 
-LATER: tuple[str, ...] = ()
-
 
 def main(args: dict[str, Any]) -> int:
     if args["--fallback"]:

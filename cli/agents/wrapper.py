@@ -8,7 +8,7 @@ that only begin like a flag, are the agent's; `--` says that the rest is. Nothin
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sandboxd.errors import SandboxError
@@ -30,8 +30,8 @@ def flags(usage: str) -> dict[str, bool]:
     return {name: bool(value) for name, value in found if name != "--help"}
 
 
-def split(words: Sequence[str], known: Mapping[str, bool], later: Collection[str] = ()) -> Words:
-    """Raises SandboxError for a flag of ours that lacks its value, has one too many, or is not there yet."""
+def split(words: Sequence[str], known: Mapping[str, bool]) -> Words:
+    """Raises SandboxError for a flag of ours that lacks its value, or has one too many."""
     position = 0
     while position < len(words):
         name, equals, _ = words[position].partition("=")
@@ -39,8 +39,6 @@ def split(words: Sequence[str], known: Mapping[str, bool], later: Collection[str
             return Words(tuple(words[:position]), tuple(words[position + 1 :]))
         if name == "--help" and not equals:
             return Words(tuple(words[:position]), (), help=True)
-        if name in later:
-            raise SandboxError(f"agent: {name} is not built yet in this version")
         if name not in known:
             break
         if equals and not known[name]:

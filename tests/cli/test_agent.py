@@ -65,12 +65,11 @@ def test_the_leading_flags_of_ours_are_ours(words: list[str], flags: list[str], 
     [
         (["--name"], "--name needs a value"),
         (["--keep=1"], "--keep takes no value"),
-        (["--fork", "x"], "--fork is not built yet"),
     ],
 )
 def test_flags_of_ours_that_do_not_fit(words: list[str], said: str) -> None:
     with pytest.raises(SandboxError, match=f"^agent: {said}"):
-        wrapper.split(words, KNOWN, ("--fork",))
+        wrapper.split(words, KNOWN)
 
 
 def test_help_of_the_sandbox_s_flags_is_asked_for_before_the_agent_s_words() -> None:
