@@ -70,6 +70,7 @@ class Run:
             raise SandboxError("--checkpoint-every: not in a git repository, so there is nothing to take one of")
         self._watch: bind.Watch | None = None
         self._keep = asked.keep
+        self._left = False
         self._sandbox_id = ""
         self._ref = ""
         self._tools: Tools | None = None
@@ -215,7 +216,7 @@ class Run:
                     show.note(note)
             if self._repo and self._plan.bring_back:
                 result |= self._repo.bring_back(client, sandbox, self._left_behind)
-            elif self._repo:
+            if self._repo and self._keep and not self._left:
                 self._repo.is_done()
         except SandboxError as error:
             self._keep = True

@@ -113,7 +113,7 @@ class Workspace:
         record = self._record
         assert record is not None
         gathered, received = collect.collect(client, sandbox, self._repo, record.base, record.branch)
-        now = session.update(self._config, record.sandbox, brought_back=True, done=not gathered.left)
+        now = session.update(self._config, record.sandbox, brought_back=True)
         review = gate.review(self._repo, record.base, received.commit) if received else gate.Review()
         collect.tell(gathered, received, record.base, review)
         if gathered.left:
@@ -139,7 +139,7 @@ class Workspace:
         return checkpoint.where(record) if record.checkpoint else "there is no checkpoint of it"
 
     def is_done(self) -> None:
-        """The run went to its end, and nothing was to come back."""
+        """The run went to its end, and its sandbox stays because that was asked for."""
         assert self._record is not None
         session.update(self._config, self._record.key, done=True)
 

@@ -148,8 +148,7 @@ def assert_truth(rig: Rig, person: Person) -> None:
     project, client = person.home / "project", Client(str(rig.socket))
     until(lambda: all(client.get(one).state != "pending" for one in alive(rig)))
     found = recover(person)
-    kept = [record["sandbox"] for record in records(person) if record["done"]]
-    assert sorted(one["sandbox"] for one in found if one["state"] == "running") == sorted(set(alive(rig)) - set(kept))
+    assert sorted(one["sandbox"] for one in found if one["state"] == "running") == sorted(alive(rig))
     for one in found:
         assert one["state"] in ("running", "gone", "never made"), one
     checkpointed = git(project, "for-each-ref", "--format=%(refname)", REF).split()
@@ -386,6 +385,17 @@ def test_forget(somebody: Person) -> None:
     assert git(project, "rev-parse", f"{REF}sb1").strip() == head
     for name in ("job", "../x", ""):
         assert b"no run is known as" in somebody.run("recover", "forget", name).stderr
+
+
+def test_a_sandbox_that_was_to_be_kept_is_nothing_to_recover(person: Person, rig: Rig) -> None:
+    run = ("run", "--keep", "--name=kept", "--", "sh", "-c")
+    assert person.run(*run, "echo x >x", cwd=person.home / "project").returncode == 0
+    [sandbox] = alive(rig)
+    assert (recover(person), [one["done"] for one in records(person)]) == ([], [True])
+    Client(str(rig.socket)).delete(sandbox)
+    assert person.run(*run, "echo x >x; git stash -qu", cwd=person.home / "project").returncode == 0
+    [one] = recover(person)
+    assert (one["state"], one["said"][0]) == ("running", "its sandbox runs, its command ended with 0")
 
 
 def test_what_is_done_is_dropped_once_its_sandbox_is_gone(person: Person, rig: Rig) -> None:
