@@ -25,7 +25,7 @@ APT := qemu-system-x86 bubblewrap mmdebstrap e2fsprogs erofs-utils lz4 xz-utils 
        gcc libc6-dev make pkg-config git ca-certificates python3 python3-venv python3-dev util-linux procps uidmap \
        nftables iproute2 libseccomp2 libcap-dev skopeo umoci
 # Sanitizer and fuzzing builds use clang; a user who only runs the demo does not need it.
-APT_TEST := $(APT) clang llvm libclang-rt-14-dev cpio openssh-client openssh-server curl musl-tools docker-registry
+APT_TEST := $(APT) clang llvm libclang-rt-14-dev cpio openssh-client openssh-server curl musl-tools docker-registry zsh fish
 
 # What the benchmarks stand beside. Its services are not started.
 APT_BENCH := haproxy nginx-light libnginx-mod-stream

@@ -36,6 +36,7 @@ Commands:
   context add|ls|use|rm         name the sandboxds there are, choose the one to speak to
   doctor                        say what this machine and its sandboxd can do
   conformance                   hold a sandboxd against the specification of its API
+  completion bash|zsh|fish      let the Tab key complete command lines
   version                       print the version
   help [COMMAND]                print this, or a command's usage
 
@@ -68,6 +69,7 @@ COMMANDS = {
     "attach": "cli.attach",
     "audit": "cli.audit",
     "bring-back": "cli.collect",
+    "completion": "cli.completion",
     "conformance": "cli.conformance",
     "context": "cli.context_command",
     "doctor": "cli.doctor",
