@@ -71,15 +71,15 @@ def is_service(text: str) -> bool:
     return port is not None and 0 < int(port[1]) < 65536
 
 
-def over(flags: Wanted, settings: Wanted) -> Wanted:
-    """The settings of files with the flags on top.
+def over(flags: Wanted, settings: Wanted, file: str = "") -> Wanted:
+    """The settings of files with the flags on top; `file` is the one that said the mode.
 
     Names are added to, and naming one means an allowlist, but no name opens what a file closed altogether.
     """
     names = bool(flags.allow or flags.allow_tcp or not flags.baseline)
     mode = flags.mode or settings.mode
     if flags.mode is None and names and mode == "none":
-        raise SandboxError("the settings give this run no network, so a name opens none: add --network allowlist")
+        raise SandboxError(f"{clean(file)}: network.mode is none, so naming hosts opens none: add --network allowlist")
     if flags.mode is None and names and mode == "open":
         mode = "allowlist"
     if mode == "none":

@@ -92,7 +92,7 @@ def of(
     unset = tuple(name for name in args["--env"] if "=" not in name and name not in environ)
     # An agent's own variables and the flags are the person's word of the moment, files are of some time before.
     given = (agent_environment(agent, environ) if agent else {}) | given
-    wanted = network.over(network.wanted(args), _network(settings))
+    wanted = network.over(network.wanted(args), _network(settings), settings.origin.get("mode", ""))
     persist_auth = settings.persist_auth is not False and not args["--no-persist-auth"]
     flagged = {"mode"} if args["--network"] else set()
     origin = {key: file for key, file in settings.origin.items() if key not in flagged}
@@ -102,7 +102,7 @@ def of(
     size = templates.named(args["--template"]) if args["--template"] else None
     create = Create(
         name=args["--name"],
-        image=args["--image"] or settings.image,
+        image=args["--image"] or (None if args["--from-snapshot"] else settings.image),
         cpus=_number("--cpus", args["--cpus"], float) or (size and size.vcpus),
         memory_mb=_number("--memory", args["--memory"], int) or (size and size.memory_mb),
         disk_mb=_number("--disk", args["--disk"], int) or (size and size.disk_mb) or None,

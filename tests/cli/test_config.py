@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 import re
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from cli import config, config_file, trust
 from cli.config import Config, Secret, discover, load
 from sandboxd.errors import SandboxError
 from tests.cli.person import ROOT, Person
+from tests.conftest import counts
 
 DEV = Config(baseline=True, persist_auth=True)
 PROD = Config(mode="allowlist", baseline=False, persist_auth=False, profile="prod")
@@ -471,3 +473,44 @@ def test_a_local_mistake_is_told_where_no_daemon_runs(tmp_path: Path) -> None:
     assert done.stderr.decode().startswith(f"sandbox-cli: {tmp_path}/.sandbox.yaml: a project may only tighten a run")
     assert done.stderr.count(b"\n") == 1
     assert config.PROJECT_FILE in done.stderr.decode()
+
+
+# -- whatever else a file may hold
+
+WORDS = [
+    *(key.rpartition(".")[2] for key in trust.LIVE), *(key.partition(".")[0] for key in trust.DEAD), "network", "file",
+    "command", "hosts", "s3", "none", "open", "allowlist", "prod", "dev", "true", "~", "no", "0x1F", "-1", "1.5", "''",
+    "a.test", "'*.a.test'", "*a", "&a b", "!!str x", "<<", "PATH", "ENV", "\u202e", "\x1b[2J", "'\\0'", '"\\0"',
+    "claude",
+]  # fmt: skip
+
+
+def anything(seed: random.Random, depth: int = 0) -> str:
+    """Mostly YAML, mostly of words that mean something somewhere."""
+    kind = seed.randrange(8)
+    if depth == 0 or (kind < 4 and depth < 5):
+        entries = (f"{seed.choice(WORDS)}: {anything(seed, depth + 1)}" for _ in range(seed.randrange(5)))
+        return "{" + ", ".join(entries) + "}"
+    if kind < 6 and depth < 5:
+        return "[" + ", ".join(anything(seed, depth + 1) for _ in range(seed.randrange(4))) + "]"
+    return seed.choice(WORDS)
+
+
+def test_whatever_a_file_holds_it_is_read_or_refused_in_one_line(place: Place, seed: random.Random) -> None:
+    outcomes = {"read": 0, "refused": 0}
+    for number in range(counts(600, 20_000)):
+        text = anything(seed).encode()
+        if number % 4 == 0 and text:
+            at = seed.randrange(len(text))
+            text = text[:at] + seed.randbytes(2) + text[at + 1 :]
+        place.demands(text if number % 2 else b"")
+        place.says(b"" if number % 2 else text)
+        try:
+            found = place.load()
+        except SandboxError as refused:
+            assert len(str(refused)) < 6000
+            outcomes["refused"] += 1
+            continue
+        outcomes["read"] += 1
+        assert not number % 2 or (not found.env and not found.secrets and found.mode != "open"), text
+    assert min(outcomes.values()) > 10, outcomes

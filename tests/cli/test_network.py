@@ -126,8 +126,8 @@ def test_flags_over_settings(flags: tuple[str, ...], settings: Wanted, asked: Wa
 
 @pytest.mark.parametrize("flag", ["--allow=a", "--allow-tcp=a:1", "--no-baseline"])
 def test_a_name_opens_no_network_that_a_file_closed(flag: str) -> None:
-    with pytest.raises(SandboxError, match=r"give this run no network.*add --network allowlist"):
-        network.over(wanted(flag), Wanted("none"))
+    with pytest.raises(SandboxError, match=r"/f: network.mode is none, .*: add --network allowlist"):
+        network.over(wanted(flag), Wanted("none"), "/f")
 
 
 def test_no_network_can_be_asked_for_where_there_is_none() -> None:

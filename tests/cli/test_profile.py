@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from cli.network import Wanted
 from cli.plan import Plan
 from sandboxd.errors import SandboxError
 from tests.cli.person import Person
+from tests.sandboxd.rig import Rig
 
 PROD = ("--profile=prod",)
 
@@ -154,3 +156,61 @@ def test_what_a_profile_refuses_is_told_before_any_daemon_is_asked(tmp_path: Pat
     assert said.startswith(f"sandbox-cli: profile prod (from {tmp_path}/.sandbox.yaml) does not permit an allowlist")
     good = person.run("run", "--profile", "prod", "--network", "none", "--", "true")
     assert b"no sandboxd at" in good.stderr, "what is permitted gets further"
+
+
+# -- with a server
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    place = tmp_path_factory.mktemp("d")
+    (place / "policy.yaml").write_text("network: {ceiling: open, default: {allow: [base.test]}}")
+    with Rig(place, "--network", "--policy", str(place / "policy.yaml")) as rig:
+        yield rig
+
+
+MINE = "network: {allow: [mine.test], deny: [bad.test]}\n"
+
+
+@pytest.mark.parametrize(
+    ("user", "project", "flags", "network"),
+    [
+        pytest.param("", "", (), {"mode": "allowlist", "allow": ["base.test"]}, id="the server's own"),
+        pytest.param(
+            MINE, "", (), {"mode": "allowlist", "allow": ["base.test", "mine.test"], "deny": ["bad.test"]},
+            id="with the person's names",
+        ),
+        pytest.param(
+            MINE, "network: {baseline: false, deny: [worse.test]}", (),
+            {"mode": "allowlist", "allow": ["mine.test"], "deny": ["bad.test", "worse.test"]},
+            id="that a project tightens",
+        ),
+        pytest.param(MINE, "network: {mode: none}", (), {"mode": "none", "allow": None}, id="down to none"),
+        pytest.param(
+            "", "", ("--profile=prod", "--allow=a.test"), {"mode": "allowlist", "allow": ["a.test"]}, id="prod"
+        ),
+        pytest.param("profile: prod", "", ("--network=none",), {"mode": "none", "allow": None}, id="prod without any"),
+        pytest.param(
+            "network: {mode: open}", "profile: prod", ("--network=allowlist", "--allow=a.test"),
+            {"mode": "allowlist", "allow": ["a.test"]}, id="prod against an open file",
+        ),
+        pytest.param(
+            "network: {mode: open}", "", ("--allow=a.test",), {"mode": "allowlist", "allow": ["a.test", "base.test"]},
+            id="a named host is an allowlist",
+        ),
+        pytest.param("network: {mode: open}", "", (), {"mode": "open", "allow": None}, id="open by the person's file"),
+    ],
+)  # fmt: skip
+def test_what_the_server_is_asked_for(
+    rig: Rig, tmp_path: Path, user: str, project: str, flags: tuple[str, ...], network: dict[str, object]
+) -> None:
+    (tmp_path / ".config" / "sandbox").mkdir(parents=True)
+    config = tmp_path / ".config" / "sandbox" / "config.yaml"
+    config.write_text(user)
+    config.chmod(0o600)
+    (tmp_path / ".sandbox.yaml").write_text(project)
+    done = Person(tmp_path, rig.socket).run("run", "--no-workspace", "-d", *flags, "--", "sleep", "60")
+    assert done.returncode == 0, done.stderr
+    made = f"/v1/sandboxes/{done.stdout.decode().strip()}"
+    assert rig.call("GET", made).json["network"] == network
+    rig.call("DELETE", made)
