@@ -34,7 +34,7 @@ def main(args: dict[str, Any]) -> int:
         raise SandboxError("a fleet works on a repository: start it inside one")
     refs = _refs(repo)
     _check_room(asked, refs)
-    settings = config.load(os.environ, repo.top, args["--config"], args["--profile"])
+    settings = config.load(os.environ, config.directory(None), args["--config"], args["--profile"])
     flags = [f"{flag}={args[flag]}" for flag in SHARED if args[flag] is not None] + ["--keep"] * args["--keep"]
     store = Store.of(place.config_dir(), repo.common_dir)
     logs = store.prepare()

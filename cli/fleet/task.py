@@ -93,15 +93,21 @@ def work(store: Store, order: Order) -> int:
 
 def verdict(outcome: Outcome, *, checked: bool) -> tuple[str, str]:
     """The state a run leaves its task in, and what a person should know of it."""
+    code = outcome.code
     if outcome.died:
         return state.LOST, "its sandbox ended before its command did"
     if outcome.error:
         return state.FAILED, f"its commits did not come back: {outcome.error}"
-    if outcome.code == 0:
-        return state.VERIFIED, "" if checked else "it has no verify command: its agent's exit code was 0"
-    if checked and outcome.code == REJECTED:
-        return state.REJECTED, "its verify command failed"
-    return state.FAILED, f"exit code {outcome.code}"
+    if outcome.interrupted and not (checked and code == 0):
+        became, why = state.FAILED, "it was interrupted"
+    elif code == 0:
+        became, why = state.VERIFIED, "" if checked else "it has no verify command: its agent's exit code was 0"
+    elif checked and code == REJECTED:
+        became, why = state.REJECTED, "its verify command failed"
+    else:
+        became, why = state.FAILED, f"exit code {code}"
+    kept = "some of its work is only in its sandbox, which is kept: see its log" if outcome.left else ""
+    return became, "; ".join(filter(None, (why, kept)))
 
 
 class Log:

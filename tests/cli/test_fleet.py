@@ -19,6 +19,8 @@ import pytest
 
 from cli.fleet import state
 from cli.fleet.state import Fleet, Store
+from cli.fleet.task import verdict
+from cli.running import Outcome
 from sandboxd.client import Client
 from tests.cli.person import COMMAND, Done, Person, at_terminal
 from tests.conftest import counts, git, make_repository
@@ -249,6 +251,7 @@ def test_ctrl_c_ends_the_agents_and_brings_back_what_there_is(person: Commander,
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 1, err.decode()
+    assert "it was interrupted" in out.decode()
     assert person.states() == {"a": "failed", "b": "failed", "c": "unstarted"}
     assert git(person.top, "show", "refs/sandbox/fleet/a:more") == "more\n", "also what was not committed"
     assert person.refs() == ["refs/heads/main", "refs/sandbox/fleet/a", "refs/sandbox/fleet/b"]
@@ -369,6 +372,43 @@ def test_a_machine_that_dies_loses_its_task_and_no_other(person: Commander, rig:
     assert person.states() == {"a": "lost", "b": "failed"}
     assert git(person.top, "show", "refs/sandbox/fleet/b:saved") == "saved\n"
     ended(client)
+
+
+def test_a_task_that_is_lost_names_its_last_checkpoint(person: Commander, client: Client) -> None:
+    person.write({"branch": "a", "prompt": WORKING})
+    running = person.begin("--checkpoint-every", "1s")
+    person.until(lambda: "refs/sandbox/checkpoints" in " ".join(person.refs()))
+    [task] = person.record().tasks
+    client.delete(task.sandbox)
+    _, err = running.communicate(timeout=PATIENCE_S)
+    assert running.returncode == 1 and person.states() == {"a": "lost"}
+    ref = f"refs/sandbox/checkpoints/{task.sandbox}"
+    assert f"a: its last checkpoint is {ref}" in err.decode()
+    assert ref in person.fleet("status").stderr.decode()
+    assert json.loads(person.fleet("status", "--json").stdout)["tasks"][0]["checkpoint"] == ref
+    assert ref in person.fleet("land", "a", "--unverified").stderr.decode()
+    assert git(person.top, "show", f"{ref}:saved") == "saved\n"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "checked", "told"),
+    [
+        (Outcome(0, "s"), True, ("verified", "")),
+        (Outcome(0, "s"), False, ("verified", "it has no verify command: its agent's exit code was 0")),
+        (Outcome(90, "s"), True, ("rejected", "its verify command failed")),
+        (Outcome(90, "s"), False, ("failed", "exit code 90")),
+        (Outcome(3, "s"), True, ("failed", "exit code 3")),
+        (Outcome(130, "s", interrupted=True), True, ("failed", "it was interrupted")),
+        (Outcome(0, "s", interrupted=True), False, ("failed", "it was interrupted")),
+        (Outcome(0, "s", interrupted=True), True, ("verified", "")),
+        (Outcome(1, "s", error="no"), True, ("failed", "its commits did not come back: no")),
+        (Outcome(1, "s", error="x", died=True), True, ("lost", "its sandbox ended before its command did")),
+        (Outcome(0, "s", left=True), True,
+         ("verified", "some of its work is only in its sandbox, which is kept: see its log")),
+    ],
+)  # fmt: skip
+def test_the_state_that_a_run_leaves_its_task_in(outcome: Outcome, checked: bool, told: tuple[str, str]) -> None:
+    assert verdict(outcome, checked=checked) == told
 
 
 def test_work_that_cannot_come_back_is_failed_and_the_sandbox_kept(person: Commander, client: Client) -> None:
