@@ -56,7 +56,7 @@ from typing import Any
 
 from docopt import DocoptExit, docopt
 
-from cli import show, wording
+from cli import show
 from sandboxd.errors import ApiError, SandboxError
 from sandboxd.termsafe import clean
 
@@ -150,6 +150,8 @@ def _run(argv: list[str]) -> int:
     try:
         return int(module.main(args))
     except ApiError as error:
+        from cli import wording
+
         ref = args.get("SANDBOX")
         if not isinstance(ref, str):
             raise SandboxError(wording.plain(error.message)) from None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -50,6 +49,8 @@ def read(path: str, limit_bytes: int) -> bytes | None:
 
 def write(path: str, data: bytes) -> None:
     """By a new file beside it and a rename: never through a link, never half. Makes the directory where it lacks."""
+    import tempfile  # which costs more than reading does, and most commands only read
+
     directory = os.path.dirname(path)
     try:
         prepare(directory)

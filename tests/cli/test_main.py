@@ -349,7 +349,7 @@ def test_misuse_never_repeats_a_value() -> None:
 
 
 HEAVY = ("msgspec", "http.client", "anyio", "asyncio", "native", "cffi", "_cffi_backend", "dataclasses", "inspect",
-         "urllib", "ssl", "subprocess", "cli.run", "cli.githard", "termios")  # fmt: skip
+         "urllib", "ssl", "subprocess", "tempfile", "shutil", "cli.run", "cli.githard", "termios")  # fmt: skip
 
 
 CLIENT = ("sandboxd.client", "socket")
