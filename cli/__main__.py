@@ -32,6 +32,7 @@ Commands:
   snapshot-schedule SANDBOX     let snapshots be taken from time to time
   image ls|pull|rm              images that sandboxes start from: list, fetch, remove
   template ls                   sizes of sandboxes that have a name
+  mirror check|ls|push|fetch    what came back, kept in a bucket too: try it, list, upload, take back
   volume create|ls|rm           disks that outlive sandboxes: make, list, delete
   context add|ls|use|rm         name the sandboxds there are, choose the one to speak to
   doctor                        say what this machine and its sandboxd can do
@@ -80,6 +81,7 @@ COMMANDS = {
     "kill": "cli.kill",
     "list": "cli.list",
     "logs": "cli.logs",
+    "mirror": "cli.mirror",
     "recover": "cli.recover",
     "resume": "cli.resume",
     "run": "cli.run",
@@ -96,7 +98,7 @@ COMMANDS = {
 }
 ALIASES = {"ls": "list"}
 LATER = (
-    "agent-run", "gateway", "job", "mirror", "org", "secret", "service", "ssh", "ssh-access",
+    "agent-run", "gateway", "job", "org", "secret", "service", "ssh", "ssh-access",
     "ssh-key", "studio", "whoami",
 )  # fmt: skip
 INTERRUPTED = 130

@@ -17,6 +17,7 @@ Options:
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -48,11 +49,12 @@ def checkpoints(client: Client, ref: str, given: str) -> AbstractContextManager[
     """For the run that put a repository into `ref`; raises where there was none."""
     from pathlib import Path
 
-    from cli import checkpoint, collect
+    from cli import bucket, checkpoint, collect
 
     every_s = checkpoint.every(given)
     if not every_s:
         return nullcontext()
     config = Path(place.config_dir())
     record, repo = collect.recorded(config, client.get(ref).id, ref)
-    return checkpoint.Checkpoints(client, config, record, repo, every_s)
+    mirror = bucket.in_force(os.environ, Path(record.repo))
+    return checkpoint.Checkpoints(client, config, record, repo, every_s, mirror)

@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from cli import githard, pack
 from cli.bundle import BundleError, Header, HeaderReader
@@ -48,6 +48,7 @@ REFS = "refs/sandbox"
 CHECKPOINT = "refs/sandbox/checkpoint"
 """In a guest; here they are below CHECKPOINTS, by sandbox."""
 CHECKPOINTS = f"{REFS}/checkpoints"
+MIRRORED = f"{REFS}/mirror"
 RESERVED = frozenset({"fleet", "checkpoints", "mirror"})
 NAME_BYTES = 200
 # git-check-ref-format(1), but for the rules on slashes, dots and `.lock`, which are about parts.
@@ -64,6 +65,17 @@ class BringBackError(SandboxError):
 
 class BundleRefusedError(BringBackError):
     """What the sandbox returned is not taken; the message says what is wrong with it."""
+
+
+class Expected(NamedTuple):
+    """`ref` is the one the bundle has to bring, None for any; `becomes` what it is called here.
+
+    With a `commit` that ref must be it, and the bundle must need nothing beside itself.
+    """
+
+    ref: str | None
+    becomes: str
+    commit: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +140,25 @@ def receive(
     A person's own choice of a name is the caller's to check.
     """
     check_name(name, ours=True)
-    return _take_over(repo, bundle, base, (BRANCH, f"{REFS}/{name}"), limits)
+    return _take_over(repo, bundle, base, Expected(BRANCH, f"{REFS}/{name}"), limits)
 
 
 def receive_checkpoint(
     repo: Repository, bundle: IO[bytes] | Path, base: str, sandbox: str, limits: Limits = DEFAULT
 ) -> Received:
     """Takes a bundle over whose one ref is the guest's checkpoint."""
-    return _take_over(repo, bundle, base, (CHECKPOINT, f"{CHECKPOINTS}/{sandbox}"), limits)
+    return _take_over(repo, bundle, base, Expected(CHECKPOINT, f"{CHECKPOINTS}/{sandbox}"), limits)
+
+
+def receive_mirrored(
+    repo: Repository, bundle: IO[bytes] | Path, root: str, commit: str, sandbox: str, limits: Limits = DEFAULT
+) -> Received:
+    """Takes over what a mirror gave: a bundle that needs nothing, whose one ref is `commit`, built on `root`.
+
+    `root` is a first commit of this repository: what does not build on it is another one's.
+    """
+    expected = Expected(None, f"{MIRRORED}/{sandbox}", commit)
+    return _take_over(repo, bundle, root, expected, limits)
 
 
 def drop_checkpoint(repo: Repository, sandbox: str, commit: str) -> None:
@@ -155,30 +178,35 @@ def commit_of(repo: Repository, ref: str) -> str | None:
 
 
 def _take_over(
-    repo: Repository, bundle: IO[bytes] | Path, base: str, refs: tuple[str, str], limits: Limits
+    repo: Repository, bundle: IO[bytes] | Path, base: str, expected: Expected, limits: Limits
 ) -> Received:
-    """`refs`: the one the bundle has to bring, and the one it becomes here."""
     deadline = time.monotonic() + limits.time_s
     with _opened(bundle) as fd:
         try:
-            header, scan = _read(repo, fd, refs[0], limits, deadline)
+            header, scan = _read(repo, fd, expected, limits, deadline)
         except (BundleError, PackError) as error:
             raise BundleRefusedError(f"the returned bundle is refused: {error}") from None
         try:
             with _locked(repo.common_dir / "objects", deadline) as lock:
-                return _Receiver(repo, limits, deadline, lock).take(fd, header, scan, base, refs[1])
+                return _Receiver(repo, limits, deadline, lock).take(fd, header, scan, base, expected)
         except OSError as error:
             where = clean(os.fsdecode(error.filename)) if error.filename else "the repository"
             raise BringBackError(f"{where}: {error.strerror}") from None
 
 
-def _read(repo: Repository, fd: int, ref: str, limits: Limits, deadline: float) -> tuple[Header, pack.Scan]:
+def _read(
+    repo: Repository, fd: int, expected: Expected, limits: Limits, deadline: float
+) -> tuple[Header, pack.Scan]:  # fmt: skip
     size = os.fstat(fd).st_size
     if size > limits.bundle_bytes:
         raise BundleError(f"it has {size} bytes; {limits.bundle_bytes} is the most")
     header = _header(fd, size)
-    if header.ref != ref:
-        raise BundleError(f"it brings the ref '{clean(header.ref)[:100]}', not {ref}")
+    if expected.ref is not None and header.ref != expected.ref:
+        raise BundleError(f"it brings the ref '{clean(header.ref)[:100]}', not {expected.ref}")
+    if expected.commit is not None and header.commit != expected.commit:
+        raise BundleError(f"it brings {header.commit}, not {expected.commit}")
+    if expected.commit is not None and header.prerequisites:
+        raise BundleError(f"it needs {header.prerequisites[0]}, which is not in it")
     if header.object_format != repo.object_format:
         raise BundleError(f"its objects are named by {header.object_format}, not {repo.object_format}")
     return header, pack.scan(fd, header.size_bytes, size, header.object_format, limits, deadline)
@@ -248,7 +276,7 @@ class _Receiver:
         self._lock = lock
         self._objects = repo.common_dir / "objects"
 
-    def take(self, fd: int, header: Header, scan: pack.Scan, base: str, ref: str) -> Received:
+    def take(self, fd: int, header: Header, scan: pack.Scan, base: str, expected: Expected) -> Received:
         self._check_base(base)
         self._sweep()
         with self._quarantine() as directory:
@@ -256,15 +284,20 @@ class _Receiver:
             try:
                 self._index(place, fd, header, scan)
                 self._check_connected(place, header, base)
+                if expected.commit is not None and base not in self._firsts(place, header.commit):
+                    raise PackError(f"it does not build on {base}, this repository's first commit")
                 counted = self._git(place, "rev-list", "--count", header.commit, f"^{base}")
             except (GitError, PackError) as error:
                 raise BundleRefusedError(f"the returned bundle is refused: {error}") from None
             self._move_in(directory)
             try:
-                replaced = self._point(ref, header.commit)
+                replaced = self._point(expected.becomes, header.commit)
             except GitError as error:
-                raise BringBackError(f"{ref} cannot be set: {error}") from None
-        return Received(ref, header.commit, int(counted), replaced)
+                raise BringBackError(f"{expected.becomes} cannot be set: {error}") from None
+        return Received(expected.becomes, header.commit, int(counted), replaced)
+
+    def _firsts(self, place: Place, commit: str) -> list[str]:
+        return self._git(place, "rev-list", "--max-parents=0", commit).split()
 
     def _git(self, place: Place, command: str, *arguments: str, stdin: bytes | None = None) -> str:
         bounds = Bounds(time_s=max(1.0, self._deadline - time.monotonic()))

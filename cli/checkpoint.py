@@ -12,6 +12,7 @@ last failure only until the next success.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from cli import bringback, duration, gather, session
+from cli.bucket import Mirror
 from cli.gather import GatherError
 from cli.repository import Repository
 from cli.session import Session
@@ -137,13 +139,18 @@ def is_new(said: bytes, any_before: bool) -> bool:
 class Checkpoints:
     """Taken one after another while the block lasts; `fault` afterwards is a failure that no success followed."""
 
-    def __init__(self, client: Client, config: Path, record: Session, repo: Repository, every_s: float) -> None:
+    def __init__(
+        self, client: Client, config: Path, record: Session, repo: Repository, every_s: float,
+        mirror: Mirror | None = None,
+    ) -> None:  # fmt: skip
         self.record = record
         self.fault = ""
         self._client = client
         self._config = config
         self._repo = repo
         self._every_s = every_s
+        self._mirror = mirror if mirror and mirror.every_checkpoint else None
+        self._unmirrored = ""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -161,20 +168,32 @@ class Checkpoints:
 
     def told(self) -> Sequence[str]:
         """What the person should hear, afterwards."""
+        unmirrored = (f"the last checkpoint: {self._unmirrored}",) if self._unmirrored else ()
         if not self.fault:
-            return ()
+            return unmirrored
         last = f"the last one is of {self.record.checkpoint_at}" if self.record.checkpoint else "there is none"
-        return (f"the last checkpoint failed: {self.fault}; {last}",)
+        return (f"the last checkpoint failed: {self.fault}; {last}", *unmirrored)
 
     def _run(self) -> None:
         while not self._over.wait(self._every_s):
+            before = self.record.checkpoint
             try:
                 self.record = take(self._client, self._config, self.record, self._repo, self._over.is_set)
                 self.fault = ""
+                if self._mirror and self.record.checkpoint != before:
+                    self._upload(self._mirror)
             except ApiError as error:
                 self._failed(error.message)
             except (SandboxError, OSError) as error:
                 self._failed(str(error))
+
+    def _upload(self, mirror: Mirror) -> None:
+        from cli import mirrored  # loads the client of the store
+
+        ref = f"{bringback.CHECKPOINTS}/{self.record.sandbox}"
+        sandbox = self.record.sandbox
+        done, said = mirrored.after(mirror, os.environ, self._config, self._repo, sandbox, "checkpoint", ref)
+        self._unmirrored = "" if done else said
 
     def _failed(self, why: str) -> None:
         """What fails because the run has just ended is no failure."""

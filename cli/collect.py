@@ -16,18 +16,21 @@ Options:
 
 from __future__ import annotations
 
+import os
 import shlex
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cli import bringback, checkpoint, context, gate, place, repository, session, show
+from cli import bringback, bucket, checkpoint, context, gate, place, repository, session, show
 from cli.bringback import Received
+from cli.bucket import Mirror
 from cli.gate import Review
 from cli.gather import BRANCH, Gathered, gather
 from cli.repository import Repository
 from cli.session import Session
+from cli.status import Status
 from sandboxd.client import Client
 from sandboxd.errors import Conflict, NotFound, SandboxError
 from sandboxd.termsafe import clean
@@ -58,6 +61,14 @@ def main(args: dict[str, Any]) -> int:
     if args["--json"]:
         show.as_json(result(received, review))
     tell(gathered, received, record.base, review)
+    if received:
+        try:
+            mirror = bucket.in_force(os.environ, Path(record.repo))
+        except SandboxError as error:
+            show.note(f"not mirrored: {error}")
+        else:
+            if mirror:
+                to_mirror(mirror, config, repo, sandbox.id, received)
     return 0
 
 
@@ -110,6 +121,16 @@ def collect(
         bundle.flush()
         bundle.seek(0)
         return gathered, bringback.receive(repo, bundle, base, name)
+
+
+def to_mirror(mirror: Mirror, config: Path, repo: Repository, sandbox: str, received: Received) -> None:
+    """What came back goes to the person's mirror too; that it does not is said, and no more."""
+    from cli import mirrored  # loads the client of the store
+
+    with Status() as status:
+        status.say(f"uploading to the bucket {mirror.bucket}")
+        _, said = mirrored.after(mirror, os.environ, config, repo, sandbox, "bring-back", received.ref)
+    show.note(said)
 
 
 def tell(gathered: Gathered, received: Received | None, base: str, review: Review) -> None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cli import bind, checkpoint, network, profile, secrets, snapshot, templates, volume
+from cli import bind, bucket, checkpoint, network, profile, secrets, snapshot, templates, volume
 from cli.agents.table import Agent
+from cli.bucket import Mirror
 from cli.config import Config, Secret
 from sandboxd.client import Create
 from sandboxd.envnames import RESERVED_ENV
@@ -48,7 +49,7 @@ class Plan:
     `secrets` are fetched when the sandbox is made; `persist_auth` says whether an agent's login may be kept; `notes`
     are for the person once the run really happens. `packed` goes into the sandbox instead of what HEAD is now.
     `checkpoint_every_s` is 0 for never, None where it was not said. `files` are put into the sandbox, by their paths
-    there, before the command starts.
+    there, before the command starts. `mirror` gets what comes back.
     """
 
     command: tuple[str, ...]
@@ -72,6 +73,7 @@ class Plan:
     packed: Packed | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     checkpoint_every_s: float | None = None
+    mirror: Mirror | None = None
 
     @property
     def snapshots(self) -> bool:
@@ -130,6 +132,7 @@ def of(
         secrets=needed,
         profile=settings.profile,
         persist_auth=persist_auth,
+        mirror=bucket.of(settings.mirror),
         notes=(*settings.notes, *_beaten(settings, given)),
         checkpoint_every_s=checkpoint_every_s,
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from cli import bringback, checkpoint, collect, gate, place, repository, session, show
+from cli.bucket import Mirror
 from cli.checkpoint import Checkpoints
 from cli.gather import BRANCH
 from cli.plan import Packed, Plan
@@ -27,12 +28,15 @@ PIECE_BYTES = 256 * 1024
 class Workspace:
     """The repository's way into a sandbox and back."""
 
-    def __init__(self, name: str | None, agent: str, repo: Repository, packed: Packed | None = None) -> None:
+    def __init__(
+        self, name: str | None, agent: str, repo: Repository, packed: Packed | None = None, mirror: Mirror | None = None
+    ) -> None:
         self._name = name
         self._agent = agent
         # What was packed earlier is clean, and its notes were made when that was done.
         self._repo = replace(repo, head_commit=packed.commit, dirty=False, notes=()) if packed else repo
         self._packed = packed
+        self._mirror = mirror
         self._config = Path(place.config_dir())
         self._bundle: tuple[IO[bytes], int] | None = None
         self._record: Session | None = None
@@ -48,7 +52,8 @@ class Workspace:
             return None
         if asked.branch is None and asked.create.name is not None:
             bringback.check_name(asked.create.name)
-        return cls(asked.branch or asked.create.name, asked.agent.name if asked.agent else "", repo, asked.packed)
+        agent = asked.agent.name if asked.agent else ""
+        return cls(asked.branch or asked.create.name, agent, repo, asked.packed, asked.mirror)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -105,7 +110,7 @@ class Workspace:
 
     def checkpoints(self, client: Client, every_s: float) -> Checkpoints:
         assert self._record is not None
-        return Checkpoints(client, self._config, self._record, self._repo, every_s)
+        return Checkpoints(client, self._config, self._record, self._repo, every_s, self._mirror)
 
     def bring_back(
         self, client: Client, sandbox: str, left_behind: Callable[[Sequence[str]], None]
@@ -116,6 +121,8 @@ class Workspace:
         now = session.update(self._config, record.sandbox, brought_back=True)
         review = gate.review(self._repo, record.base, received.commit) if received else gate.Review()
         collect.tell(gathered, received, record.base, review)
+        if received and self._mirror:
+            collect.to_mirror(self._mirror, self._config, self._repo, sandbox, received)
         if gathered.left:
             left_behind(gathered.left)
         if now and now.checkpoint:

@@ -1,0 +1,130 @@
+"""What came back, kept in a bucket of an S3-compatible store too, and fetched from there.
+
+Usage:
+  sandbox-cli mirror check [--config=FILE] [--json]
+  sandbox-cli mirror (ls | list) [--config=FILE] [--project=DIR] [--json] [SANDBOX]
+  sandbox-cli mirror push [--config=FILE] [--project=DIR] [--json] SANDBOX
+  sandbox-cli mirror fetch [--config=FILE] [--project=DIR] [--json] OBJECT
+  sandbox-cli mirror (-h | --help)
+
+`check` lists the bucket, writes one small object and reads it back. `ls` shows what the bucket holds of this
+repository. `push` uploads what came back from a sandbox, by its id or the name below refs/sandbox/. `fetch` takes an
+object, or the last one of a sandbox, into refs/sandbox/mirror/SANDBOX; no branch is touched. Nothing is ever deleted
+from the bucket. The settings are `mirror` in your config.yaml (docs/mirror.md); with them, `run` and `bring-back`
+upload by themselves.
+
+Options:
+  --config=FILE   settings to use instead of the project's
+  --project=DIR   the repository (default: the one around the current directory)
+  --json          print objects
+  -h, --help      show this
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cli import bringback, bucket, config, gate, mirrored, place, repository, session, show
+from cli.bucket import Mirror, MirrorError
+from cli.repository import Repository
+from cli.s3 import Store
+from cli.session import SANDBOX_ID
+from sandboxd.termsafe import clean
+
+HEAD = ("SANDBOX", "KIND", "TIME", "COMMIT", "SIZE")
+SHORT = 12
+
+
+def main(args: dict[str, Any]) -> int:
+    project = config.directory(args["--project"])
+    mirror = bucket.of(config.load(os.environ, project, args["--config"]).mirror)
+    if mirror is None:
+        where = Path(place.config_dir()) / config.USER_FILE
+        raise MirrorError(f"no mirror is set up: write `mirror` into {clean(str(where))} (see docs/mirror.md)")
+    store = Store(mirror, os.environ)
+    if args["check"]:
+        return _check(mirror, store, args["--json"])
+    repo = repository.discover(project)
+    if repo is None:
+        raise MirrorError("not in a git repository: --project names one")
+    if args["push"]:
+        return _push(mirror, repo, args["SANDBOX"], args["--json"])
+    if args["fetch"]:
+        return _fetch(mirror, store, repo, args["OBJECT"], args["--json"])
+    return _list(mirror, store, repo, args["SANDBOX"], args["--json"])
+
+
+def _check(mirror: Mirror, store: Store, as_json: bool) -> int:
+    mirrored.try_out(mirror, store)
+    where = mirror.endpoint or f"Amazon S3, {mirror.region}"
+    if as_json:
+        show.as_json(asdict(mirror) | {"written": True, "read": True})
+        return 0
+    show.line(f"bucket {mirror.bucket} at {where}: listed, written and read with {mirror.access_key_env}")
+    show.line(f"objects begin with '{mirror.prefix}' and have {mirror.max_object_mb} MiB at most")
+    show.line(f"uploaded: what comes back{' and checkpoints' if mirror.every_checkpoint else ''}")
+    return 0
+
+
+def _list(mirror: Mirror, store: Store, repo: Repository, sandbox: str | None, as_json: bool) -> int:
+    if sandbox is not None and not SANDBOX_ID.fullmatch(sandbox):
+        raise MirrorError(f"'{clean(sandbox)[:100]}' is not a sandbox's id")
+    found, strange = mirrored.objects(mirror, store, mirrored.first_commit(repo), sandbox or "")
+    if strange:
+        show.note(f"{strange} names in the bucket are not ones that sandbox-cli gives: passed over")
+    if as_json:
+        show.as_json([asdict(one) | {"time": one.shown_time, "size_bytes": size} for one, size in found])
+        return 0
+    rows = [(o.sandbox, o.kind, o.shown_time, o.commit[:SHORT], show.bytes_size(size)) for o, size in found]
+    sys.stdout.write(show.table(HEAD, rows, whole=("SANDBOX",), drop=("SIZE",)))
+    return 0
+
+
+def _push(mirror: Mirror, repo: Repository, named: str, as_json: bool) -> int:
+    settings = Path(place.config_dir())
+    record = session.load(settings, named) if SANDBOX_ID.fullmatch(named) else None
+    bringback.check_name(record.branch if record else named)
+    ref = f"{bringback.REFS}/{record.branch if record else named}"
+    if bringback.commit_of(repo, ref) is None:
+        raise MirrorError(f"{ref} is not in this repository: nothing has come back under that name")
+    made = mirrored.upload(mirror, os.environ, settings, repo, named, "bring-back", ref)
+    if as_json:
+        show.as_json(asdict(made) | {"time": made.shown_time})
+    else:
+        show.line(made.key)
+    return 0
+
+
+def _fetch(mirror: Mirror, store: Store, repo: Repository, given: str, as_json: bool) -> int:
+    settings = Path(place.config_dir())
+    if "/" in given:
+        wanted = bucket.read(mirror, given)
+        if wanted is None:
+            raise MirrorError(f"'{clean(given)[:200]}' is not the name of an object that sandbox-cli uploads")
+        record = session.load(settings, wanted.sandbox)
+    elif SANDBOX_ID.fullmatch(given):
+        record = session.load(settings, given)
+        wanted = mirrored.newest(mirror, store, mirrored.first_commit(repo), given, record)
+    else:
+        raise MirrorError(f"'{clean(given)[:100]}' is neither a sandbox's id nor an object's name")
+    received, recorded = mirrored.fetch(mirror, store, repo, wanted, record)
+    base = record.base if record else repo.head_commit
+    review = gate.review(repo, base, received.commit)
+    if as_json:
+        show.as_json({"key": wanted.key, "recorded": recorded} | asdict(received) | gate.as_json(review))
+    if not recorded:
+        show.note("nothing here remembers this upload: that it is what came back, only the bucket says")
+    ref = shlex.quote(received.ref)
+    show.note(f"fetched {received.commit} to {received.ref}")
+    if received.replaced:
+        show.note(f"it pointed to {received.replaced} before, which this does not build on")
+    show.note(f"review: git log {base[:SHORT]}..{ref}")
+    for line in gate.lines(review):
+        show.note(line)
+    show.note(f"merge: git merge {ref}")
+    return 0
