@@ -105,8 +105,9 @@ def _reach(name: str, one: Context) -> Endpoint:
         path = one.address.removeprefix("unix://")
         if no := _refusal(path, by_name=True):
             kind = _Nobody if no.absent else SandboxError
-            raise kind(f"no sandboxd at {clean(path)}: {no.why}")
-        return Endpoint(name, Client(endpoint.Endpoint.of(one.address, token_file=one.token_file)), "")
+            whose = "" if "://" in name else f" (context {clean(name)})"
+            raise kind(f"no sandboxd at {clean(path)}{whose}: {no.why}")
+        return Endpoint(name, Client(_named(name, endpoint.Endpoint.of(one.address, token_file=one.token_file))), "")
     if not one.token_file:
         raise SandboxError(
             f"context {clean(name)}: SANDBOX_TOKEN_FILE must name the file that holds the token, or a context with "
@@ -116,7 +117,12 @@ def _reach(name: str, one: Context) -> Endpoint:
     found = endpoint.Endpoint.of(
         one.address, token_file=one.token_file, ca_file=one.ca_file, cert_file=one.cert_file, key_file=one.key_file
     )
-    return Endpoint(name, Client(found), "")
+    return Endpoint(name, Client(_named(name, found)), "")
+
+
+def _named(name: str, found: endpoint.Endpoint) -> endpoint.Endpoint:
+    """Who chose a context a while ago is told which one it is."""
+    return found if "://" in name else found._replace(name=name)
 
 
 def _client(path: str) -> Client:

@@ -19,7 +19,10 @@ TOKEN_LIMIT_BYTES = 4096
 
 
 class Endpoint(NamedTuple):
-    """`address` is `unix:///path`, `http://host:port` or `https://host:port`. Make one with `of`."""
+    """`address` is `unix:///path`, `http://host:port` or `https://host:port`. Make one with `of`.
+
+    `name` is what a person calls it, for errors.
+    """
 
     address: str
     host: str = ""
@@ -28,6 +31,7 @@ class Endpoint(NamedTuple):
     ca_file: str = ""
     cert_file: str = ""
     key_file: str = ""
+    name: str = ""
 
     @classmethod
     def of(
@@ -70,7 +74,9 @@ class Endpoint(NamedTuple):
 
     @property
     def shown(self) -> str:
-        return self.socket_path or self.address
+        """The address as an error says it, with its name where it has one."""
+        where = self.socket_path or self.address
+        return f"{where} (context {self.name})" if self.name else where
 
     def connect(self, timeout_s: float | None) -> socket.socket:
         """A connected socket. Raises OSError, with what is wrong with a certificate as its text."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import tempfile
@@ -18,6 +19,7 @@ from cli import context, contexts
 from cli.contexts import Context, Contexts
 from sandboxd.errors import SandboxError
 from tests.cli.person import COMMAND, Person
+from tests.cli.rawserver import ReadRequest, serving
 from tests.sandboxd.conftest import why_not
 from tests.sandboxd.pki import Authority
 from tests.sandboxd.reach import TOKEN, ports, token_files
@@ -247,6 +249,31 @@ def test_a_context_s_own_files_and_no_others(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "mine").unlink()
     with pytest.raises(SandboxError, match=r"the token file .*mine: No such file"):
         files(None)
+
+
+def test_an_error_names_the_context_that_was_chosen(person: Person) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    token(person)
+    for name, address, more in (
+        ("sock", "unix:///no/such", []), ("port", f"http://127.0.0.1:{port}", ["--token-file=token"])
+    ):
+        assert person.run("context", "add", name, address, *more).returncode == 0
+        assert person.run("context", "use", name).returncode == 0
+        line = said(person.run("list", SANDBOX_CONTEXT=""))
+        assert f"{address.removeprefix('unix://')} (context {name}): " in line
+    assert "(context" not in said(person.run("list", "--context", "unix:///no/such"))
+
+
+def test_a_socket_behind_a_long_path(person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the 107 bytes of a socket's address (unix(7))."""
+    deep = person.home / ("d" * 120) / "s"
+    deep.parent.mkdir()
+    monkeypatch.chdir(deep.parent)
+    answer = b'HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"sandboxes":[]}'
+    with serving(Path("s"), [], [ReadRequest(), answer]):
+        done = person.run("list", "--json", "--context", f"unix://{deep}")
+    assert (done.returncode, done.stdout) == (0, b"[]\n"), done.stderr
 
 
 @pytest.fixture
