@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cli.agents import login
 from cli.agents.table import AGENTS
+from sandboxd.client import Client
 from tests.cli.person import Done, Person
 from tests.conftest import make_repository
 from tests.sandboxd.rig import Rig
@@ -178,6 +179,30 @@ def test_a_login_that_is_not_to_be_kept(person: Person, flags: tuple[str, ...], 
     assert not kept(person, SETTINGS).exists()
 
 
+# What a guest and what somebody here may leave where a login is looked for: one sandbox for all of it
+
+
+@pytest.fixture(scope="module")
+def box(rig: Rig) -> str:
+    return rig.create()
+
+
+@pytest.fixture
+def home(rig: Rig, box: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where logins are kept, while the sandbox has one."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    assert rig.run(box, "sh", "-c", f"cd; rm -rf .claude .claude.json; {LOG_IN}").exit_code == 0
+    return tmp_path / "config/sandbox/agents/claude"
+
+
+def save(rig: Rig, box: str) -> list[str]:
+    return list(login.save(Client(str(rig.socket)), box, AGENTS["claude"]))
+
+
+def restore(rig: Rig, box: str) -> list[str]:
+    return list(login.restore(Client(str(rig.socket)), box, AGENTS["claude"]))
+
+
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -191,72 +216,54 @@ def test_a_login_that_is_not_to_be_kept(person: Person, flags: tuple[str, ...], 
         pytest.param("truncate -s 10G .claude.json", "longer than 64 MiB", id="a file of holes"),
     ],
 )
-def test_what_a_guest_leaves_in_its_place_is_not_saved(person: Person, script: str, said: str) -> None:
-    kept(person).mkdir(parents=True)
-    kept(person, SETTINGS).write_text('{"userID": "u"}')
-    done = claude(person, f"cd; {script}; exit 3")
-    assert done.returncode == 3
-    line = next(line for line in done.stderr.decode().splitlines() if "was not saved" in line)
-    assert line.startswith("sandbox-cli: the login of claude was not saved: ") and said in line
-    assert json.loads(kept(person, SETTINGS).read_bytes()) == {"userID": "u"}, "the saved one is as it was"
-
-
-def a_link_above(person: Person, outside: Path) -> None:
-    (person.home / ".config/sandbox").mkdir(parents=True)
-    (person.home / ".config/sandbox/agents").symlink_to(outside)
-
-
-def a_link_for_the_agent(person: Person, outside: Path) -> None:
-    kept(person).parent.mkdir(parents=True)
-    kept(person).symlink_to(outside)
-
-
-def a_link_inside(person: Person, outside: Path) -> None:
-    kept(person).mkdir(parents=True)
-    kept(person, ".claude").symlink_to(outside)
-
-
-def a_link_for_the_file(person: Person, outside: Path) -> None:
-    kept(person, ".claude").mkdir(parents=True)
-    kept(person, CREDENTIALS).symlink_to(outside / ".credentials.json")
-
-
-def a_dangling_link(person: Person, outside: Path) -> None:
-    kept(person, ".claude").mkdir(parents=True)
-    kept(person, CREDENTIALS).symlink_to(outside / "new")
-
-
-def a_fifo(person: Person, outside: Path) -> None:
-    kept(person, ".claude").mkdir(parents=True)
-    os.mkfifo(kept(person, CREDENTIALS))
+def test_what_a_guest_leaves_in_its_place_is_not_saved(
+    rig: Rig, box: str, home: Path, script: str, said: str
+) -> None:
+    assert save(rig, box) == []
+    assert rig.run(box, "sh", "-c", f"cd; {script}").exit_code == 0
+    [line] = save(rig, box)
+    assert line.startswith("the login of claude was not saved: ") and said in line
+    assert json.loads((home / SETTINGS).read_bytes()) == {"userID": "u"}, "the saved one is as it was"
 
 
 @pytest.mark.parametrize(
-    "plant", [a_link_above, a_link_for_the_agent, a_link_inside, a_link_for_the_file, a_dangling_link, a_fifo]
+    ("link", "target"),
+    [
+        pytest.param("", "", id="a link for all agents"),
+        pytest.param("claude", "claude", id="a link for the agent"),
+        pytest.param("claude/.claude", "claude/.claude", id="a link inside"),
+        pytest.param(f"claude/{CREDENTIALS}", f"claude/{CREDENTIALS}", id="a link for the file"),
+        pytest.param(f"claude/{CREDENTIALS}", "new", id="a link to nothing"),
+        pytest.param(f"claude/{CREDENTIALS}", None, id="a FIFO"),
+    ],
 )
 def test_nothing_is_read_or_written_through_a_link(
-    person: Person, tmp_path: Path, plant: Callable[[Person, Path], None]
+    rig: Rig, box: str, home: Path, tmp_path: Path, link: str, target: str | None
 ) -> None:
     outside = tmp_path / "outside"
-    for directory in (outside, outside / ".claude", outside / "claude/.claude"):
-        directory.mkdir(parents=True)
-        (directory / ".credentials.json").write_text("of the host")
-    plant(person, outside)
+    (outside / "claude/.claude").mkdir(parents=True)
+    (outside / "claude" / CREDENTIALS).write_text("of the host")
+    at = home.parent / link
+    at.parent.mkdir(parents=True)
+    if target is None:
+        os.mkfifo(at)
+    else:
+        at.symlink_to(outside / target)
     before = modes(outside)
-    shown = claude(person, "cd; cat .claude/.credentials.json")
-    assert b"of the host" not in shown.stdout + shown.stderr
-    done = claude(person, LOG_IN)
-    assert done.returncode == 0
-    assert "the login of claude was not saved: " in done.stderr.decode()
+    if target != "new":
+        [line] = [line for line in restore(rig, box) if CREDENTIALS in line]
+        assert line.startswith("the saved login of claude is not used: ")
+    assert Client(str(rig.socket)).read_file(box, f"/sandbox/home/{CREDENTIALS}") == b"secret"
+    assert any(CREDENTIALS in line for line in save(rig, box))
     assert modes(outside) == before
     assert {path.read_text() for path in outside.rglob("*") if path.is_file()} == {"of the host"}
 
 
-def test_no_draft_is_left_where_a_login_cannot_be_saved(person: Person) -> None:
-    kept(person, CREDENTIALS).mkdir(parents=True)
-    done = claude(person, LOG_IN)
-    assert "is a link, or no file" in done.stderr.decode()
-    assert sorted(path.name for path in kept(person, ".claude").iterdir()) == [".credentials.json"]
+def test_no_draft_is_left_where_a_login_cannot_be_saved(rig: Rig, box: str, home: Path) -> None:
+    (home / CREDENTIALS).mkdir(parents=True)
+    [line] = save(rig, box)
+    assert "is a link, or no file" in line
+    assert sorted(path.name for path in (home / ".claude").iterdir()) == [".credentials.json"]
 
 
 def test_plain_runs_have_no_login(person: Person) -> None:

@@ -1,4 +1,4 @@
-"""Agents in real machines, from the tools volume to the handing on: scripted programs take the places of real ones."""
+"""Agents in real machines, from the first word to the handing on: scripted programs take the places of real ones."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from cli.agents import tools
-from cli.agents.table import named
-from sandboxd.client import Create, Mount
 from tests.cli.person import Person
 from tests.conftest import git, make_repository
 from tests.daemon import Daemon
@@ -27,7 +24,6 @@ mkdir -p $HOME/.claude/projects/-workspace
 line='{"type":"%s","timestamp":"2026-01-01T00:00:0%sZ","message":{"content":"%s"}}\n'
 { printf "$line" user 1 "$2"; printf "$line" assistant 2 "Which one?"; } >$HOME/.claude/projects/-workspace/s.jsonl
 printf '{"userID": "u", "hooks": {}}' >$HOME/.claude.json
-touch /sandbox/tools/.local/bin/claude 2>/dev/null && echo "the tools can be written to"
 until [ -e /tmp/go ]; do sleep 0.2; done
 exit 3
 """
@@ -37,32 +33,23 @@ cat /sandbox/context/HANDOFF.md >NOTES
 """
 
 
-def put_tools(daemon: Daemon) -> None:
-    """Both agents on their volumes, as an installer would leave them."""
-    agents = {"claude": CLAUDE, "codex": CODEX}
-    mounts = []
-    for name in agents:
-        volume = tools.volume(named(name))
-        daemon.client.create_volume(volume, 64)
-        mounts.append(Mount(volume, f"/vol/{name}"))
-    made = daemon.client.create(Create(memory_mb=512, volumes=tuple(mounts)))
-    for name, text in agents.items():
-        daemon.client.write_file(made.id, f"/vol/{name}/.local/bin/{name}", text.encode())
-        daemon.client.write_file(made.id, f"/vol/{name}/.sandbox-ready", b"")
-        done = daemon.client.run(made.id, ["sh", "-c", f"chmod 755 /vol/{name}/.local/bin/{name}; sync"])
-        assert done.exit_code == 0, done.stderr
-    daemon.client.delete(made.id)
-
-
 def test_an_agent_asks_gives_up_and_another_goes_on(networked: Daemon, tmp_path: Path) -> None:
-    put_tools(networked)
     project = make_repository(tmp_path / "project")
+    (project / "bin").mkdir()
+    for name, text in (("claude", CLAUDE), ("codex", CODEX)):
+        (project / "bin" / name).write_text(text)
+        (project / "bin" / name).chmod(0o755)
+    git(project, "add", ".")
+    git(project, "commit", "-qm", "Scripted agents")
     person = Person(tmp_path, networked.socket)
     config = tmp_path / ".config/sandbox"
     config.mkdir(parents=True)
     (config / "config.yaml").write_text("providers: {claude: '', codex: ''}\n")
     canary = f"canary-{os.urandom(8).hex()}"
-    words = ("--name=route", "--memory=512", "--fallback=codex", "--", "-p", canary)
+    # A volume of the person's own where the tools would be, so that nothing is installed.
+    networked.client.create_volume("own", 64)
+    place = ("--volume=own:/sandbox/tools", "--env=PATH=/workspace/bin:/usr/local/bin:/usr/bin:/bin")
+    words = ("--name=route", "--memory=512", *place, "--fallback=codex", "--", "-p", canary)
     process = person.start("agent", "claude", *words, cwd=project)
 
     waiting = ("agent", "wait", "--state=idle", "--timeout=40s", "route")
@@ -77,7 +64,7 @@ def test_an_agent_asks_gives_up_and_another_goes_on(networked: Daemon, tmp_path:
     assert process.returncode == 0, err.decode()
 
     assert out.decode().splitlines() == [
-        f"/sandbox/tools/.local/bin/claude -p {canary}", "/sandbox/tools/.local/bin/codex exec"
+        f"/workspace/bin/claude -p {canary}", "/workspace/bin/codex exec"
     ]  # fmt: skip
     told = git(project, "show", "refs/sandbox/route:NOTES")
     assert f"> {canary}\n" in told and "> Which one?\n" in told and "exit code 3" in told
@@ -89,5 +76,4 @@ def test_an_agent_asks_gives_up_and_another_goes_on(networked: Daemon, tmp_path:
     assert canary not in networked.log.read_text(errors="replace")
     for path in (networked.state / "audit").rglob("*"):
         assert canary not in path.read_text(errors="replace")
-    for name in ("claude", "codex"):
-        networked.client.delete_volume(tools.volume(named(name)))
+    networked.client.delete_volume("own")
