@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import bringback, githard, repository
+from cli import bringback, changed, gate, githard, repository
 from cli.githard import Bounds, GitError, Place
 from tests.cli.planted import world as worlds
 from tests.cli.planted.plants import PLANTS, Plant
@@ -57,6 +57,9 @@ def everything(world: World, plant: Plant) -> None:
     file.close()
     received = bringback.receive(repo, world.returned, base, "demo")
     assert received.commits == 2
+    if SOAK:
+        assert gate.review(repo, base, received.commit).unseen == ""
+        assert changed.snapshot(world.repo).unseen == ""
     verbs = {command[0] for command in plant.control}
     verbs = verbs.union(*(NEEDS.get(verb, set()) for verb in verbs))
     for command in COMMANDS:
