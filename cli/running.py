@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from cli import bind, checkpoint, context, network, secrets, show, stream, terminal, wording
-from cli.agents import login
+from cli.agents import login, provider
 from cli.agents.tools import Tools
 from cli.checkpoint import Checkpoints
 from cli.plan import Plan
@@ -115,7 +115,8 @@ class Run:
             if self._created:
                 self._created(sandbox.id)
             reach = secrets.reach(asked.secrets, sandbox.network)
-            for note in (*self._notes(), *values.notes, *reach):
+            agents = provider.unreached(asked.agent, wanted.env or {}, sandbox.network) if asked.agent else ()
+            for note in (*self._notes(), *values.notes, *reach, *agents):
                 show.note(note)
             with Status() as status:
                 process = self._start(client, sandbox, status)

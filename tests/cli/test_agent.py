@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cli import network, plan, run
-from cli.agents import start, wrapper
+from cli.agents import provider, start, wrapper
 from cli.agents.table import AGENTS, Agent, Npm, named
 from cli.config import Config
 from sandboxd.answers import Capabilities, Network
@@ -296,6 +296,43 @@ def test_its_provider_is_allowed(flags: tuple[str, ...], default: str, allow: li
     asked = planned("codex", *flags)
     request = network.of_run(asked.network, offer(default), asked.hosts)
     assert (list(request.allow) if request and request.allow is not None else None) == allow
+
+
+@pytest.mark.parametrize(
+    ("agent", "env", "allowed", "said"),
+    [
+        pytest.param("claude", {}, Network("allowlist", ("api.anthropic.com",)), "", id="it reaches its provider"),
+        pytest.param("claude", {}, Network("allowlist", ("*.anthropic.com",)), "", id="below a name"),
+        pytest.param("claude", {}, Network("open", None), "", id="it reaches everything"),
+        pytest.param("claude", {}, Network("allowlist", ("a.test",)), "--allow api.anthropic.com", id="it does not"),
+        pytest.param("claude", {}, Network("none", None), "--allow api.anthropic.com", id="it reaches nothing"),
+        pytest.param(
+            "claude", {}, Network("open", None, ("*.anthropic.com",)), "--allow api.anthropic.com", id="it is denied"
+        ),
+        pytest.param("goose", {}, Network("none", None), "", id="one with many providers"),
+        pytest.param(
+            "claude", {"ANTHROPIC_BASE_URL": "https://Models.test/v1"}, Network("allowlist", ("api.anthropic.com",)),
+            "ANTHROPIC_BASE_URL sends claude to models.test, which this run may not reach: add --allow models.test",
+            id="it is sent elsewhere",
+        ),
+        pytest.param(
+            "claude", {"ANTHROPIC_BASE_URL": "http://models.test:8080"}, Network("allowlist", ("models.test",)),
+            "--allow-tcp models.test:8080", id="to another port",
+        ),
+        pytest.param(
+            "claude", {"ANTHROPIC_BASE_URL": "https://models.test:443"}, Network("allowlist", ("models.test",)), "",
+            id="elsewhere, and reaches it",
+        ),
+        pytest.param(
+            "claude", {"ANTHROPIC_BASE_URL": "http://localhost:4000"}, Network("open", None),
+            "in the sandbox that is the sandbox itself, not this machine", id="to this machine",
+        ),
+        pytest.param("claude", {"ANTHROPIC_BASE_URL": "http://["}, Network("open", None), "", id="to no address"),
+    ],
+)
+def test_a_provider_that_is_not_reached_is_said(agent: str, env: dict[str, str], allowed: Network, said: str) -> None:
+    notes = list(provider.unreached(named(agent), env, allowed))
+    assert bool(notes) is bool(said) and all(note.endswith(said) for note in notes)
 
 
 @pytest.mark.parametrize(("uid", "said"), [(1000, "--listen 127.0.0.1:7070 --token-file"), (0, "sandboxd &$")])

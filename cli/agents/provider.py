@@ -1,0 +1,61 @@
+"""Whether an agent's run reaches its provider, wherever the person's own variables say that is.
+
+In: a row of the table, the sandbox's environment, its network. Out: a line for the person for each host that is not
+reached. Nothing is allowed here: a variable may come from a project's own file, and opens no network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from cli.agents.table import Agent
+from sandboxd.termsafe import clean
+
+if TYPE_CHECKING:
+    from sandboxd.client import Network
+
+WEB_PORTS = {"http": 80, "https": 443}
+
+
+def unreached(agent: Agent, env: Mapping[str, str], network: Network) -> Iterator[str]:
+    """Notes, in the words of the flags that would help."""
+    elsewhere = False
+    for name in agent.env:
+        host, port = _address(env.get(name, ""))
+        if not host:
+            continue
+        elsewhere = True
+        if host in ("localhost", "::1") or host.startswith("127."):
+            yield f"{name} sends {agent.name} to {host}: in the sandbox that is the sandbox itself, not this machine"
+        elif port in WEB_PORTS.values() and not _open(network, host, network.allow or ()):
+            yield f"{name} sends {agent.name} to {host}, which this run may not reach: add --allow {host}"
+        elif port not in WEB_PORTS.values() and not _open(network, f"{host}:{port}", network.allow_tcp):
+            service = f"{host}:{port}"
+            yield f"{name} sends {agent.name} to {service}, which this run may not reach: add --allow-tcp {service}"
+    for host in () if elsewhere else agent.hosts:
+        if not _open(network, host, network.allow or ()):
+            yield f"{agent.name} works with {host}, which this run may not reach: add --allow {host}"
+
+
+def _address(value: str) -> tuple[str, int]:
+    """Host and port of a web address; empty for anything else."""
+    try:
+        parts = urlsplit(value)
+        host, port = clean((parts.hostname or "").lower().removesuffix(".")), parts.port
+    except ValueError:
+        return "", 0
+    if parts.scheme not in WEB_PORTS or not host:
+        return "", 0
+    return host, port or WEB_PORTS[parts.scheme]
+
+
+def _open(network: Network, what: str, allowed: tuple[str, ...]) -> bool:
+    if network.mode == "none" or _fits(what.partition(":")[0], network.deny):
+        return False
+    return network.mode == "open" or _fits(what, allowed)
+
+
+def _fits(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(name == one or (one.startswith("*.") and name.endswith(one[1:]) and name != one[1:]) for one in patterns)
