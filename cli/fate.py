@@ -11,6 +11,8 @@ import shlex
 from dataclasses import dataclass
 from enum import StrEnum
 
+from cli import gate
+from cli.gate import NOTHING, Review
 from cli.session import Session
 
 REFS = "refs/sandbox"
@@ -46,13 +48,15 @@ class Seen:
 class Held:
     """The repository's side: the commits of the run's own ref and of its checkpoint's, "" where there is none.
 
-    `lost` says that the record names a checkpoint that no ref keeps, `why` why the repository cannot be looked at.
+    `review` is of the checkpoint. `lost` says that the record names a checkpoint that no ref keeps, `why` why the
+    repository cannot be looked at.
     """
 
     brought: str = ""
     checkpoint: str = ""
     lost: bool = False
     why: str = ""
+    review: Review = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ class Fate:
     checkpoint_ref: str
     said: tuple[str, ...]
     next: tuple[tuple[str, str], ...]
+    review: Review = NOTHING
 
 
 def of(record: Session, seen: Seen, held: Held, elsewhere: str = "") -> Fate:
@@ -101,8 +106,9 @@ def of(record: Session, seen: Seen, held: Held, elsewhere: str = "") -> Fate:
             said.append("its work is lost")
         if seen.remembered and not ref:
             said.append("if its machine died by itself, sandboxd keeps its disk until it is killed: docs/operations.md")
+        said += gate.lines(held.review)
         following += _of_ref(record, ref, sandbox)
-    return Fate(record, seen.state, sandbox, ref, tuple(said), tuple(following))
+    return Fate(record, seen.state, sandbox, ref, tuple(said), tuple(following), held.review)
 
 
 def _of_checkpoint(record: Session, held: Held, ref: str) -> list[str]:

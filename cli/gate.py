@@ -11,6 +11,7 @@ those, within bounds, and `answers` turns them into findings.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ CONTENT_BYTES = 1024 * 1024
 CONTENTS = Bounds(time_s=120, output_bytes=128 * 2**20)
 LINK_BYTES = 4096  # PATH_MAX: a longer target makes no link
 
+COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 LINK, SUBMODULE, PROGRAM = "120000", "160000", "100755"
 READ_BY = {
     "package.json": manifests.package_json,
@@ -65,6 +67,9 @@ class Review:
     unseen: str = ""
 
 
+NOTHING = Review()
+
+
 class Entry(NamedTuple):
     """One line of `git diff-tree --raw -z`."""
 
@@ -81,6 +86,9 @@ class Entry(NamedTuple):
 
 def review(repo: Repository, base: str, commit: str, bounds: Bounds = DIFF) -> Review:
     """What `commit` changes since `base` that would run later. Never raises for what a guest can cause."""
+    for name in (base, commit):
+        if not COMMIT.fullmatch(name):
+            return Review(unseen=f"'{clean(name)[:SHOWN_NAME]}' is not a commit's full name")
     try:
         named = gitconfig.inside(_settings(repo), str(repo.top), str(repo.common_dir))
         with tempfile.TemporaryFile(prefix="sandbox-") as raw:

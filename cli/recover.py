@@ -26,8 +26,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cli import bringback, context, fate, place, repository, session, show
+from cli import bringback, context, fate, gate, place, repository, session, show
 from cli.fate import Fate, Held, Seen, State
+from cli.gate import Review
 from cli.session import Session
 from sandboxd.client import Client, Process, Sandbox
 from sandboxd.errors import ApiError, NotFound, SandboxError
@@ -186,7 +187,8 @@ def held(record: Session, sandbox: str) -> Held:
         brought = bringback.commit_of(repo, f"{bringback.REFS}/{record.branch}") if record.branch else None
         checkpoint = bringback.commit_of(repo, f"{bringback.CHECKPOINTS}/{sandbox}") if sandbox else None
         kept = checkpoint is None and record.checkpoint and bringback.commit_of(repo, record.checkpoint)
-        return Held(brought or "", checkpoint or "", lost=bool(kept))
+        review = gate.review(repo, record.base, checkpoint) if checkpoint else Review()
+        return Held(brought or "", checkpoint or "", lost=bool(kept), review=review)
     except SandboxError as error:
         return Held(why=str(error))
 
@@ -214,6 +216,7 @@ def as_object(one: Fate) -> dict[str, Any]:
         "checkpoint_ref": one.checkpoint_ref,
         "said": list(one.said),
         "next": [{"for": what, "command": command} for what, command in one.next],
+        **gate.as_json(one.review),
     }
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from cli import executed, gate, gitconfig, manifests, repository
+from cli import executed, fate, gate, gitconfig, manifests, recover, repository
+from cli.fate import Held, Seen, State
 from cli.gate import Finding, Review
 from cli.githard import Bounds
+from cli.session import Session
 from tests.cli.person import Person
 from tests.cli.planted.world import git, text
 from tests.conftest import make_repository
@@ -445,6 +447,24 @@ def test_a_commit_that_is_not_there_is_said_and_raises_nothing(project: Path) ->
     assert repo is not None
     review = gate.review(repo, "1" * 40, "2" * 40)
     assert (review.findings, len(gate.lines(review))) == ((), 1)
+
+
+def test_a_base_that_is_an_option_is_none(project: Path, tmp_path: Path) -> None:
+    repo = repository.discover(project)
+    assert repo is not None
+    review = gate.review(repo, f"--output={tmp_path}/written", repo.head_commit)
+    assert "is not a commit's full name" in review.unseen and not (tmp_path / "written").exists()
+
+
+def test_recover_lists_them_too_for_a_checkpoint() -> None:
+    record = Session("sb", "unix:///s", "/r", "a" * 40, "job", checkpoint="b" * 40, checkpoint_at="then")
+    review = Review((Finding("Makefile", "added", "build", "make runs it"),))
+    held = Held(checkpoint="b" * 40, review=review)
+    gone = fate.of(record, Seen(State.GONE, "sb"), held)
+    assert gone.said[-1] == "- Makefile (added): make runs it"
+    assert gone.next[-2][0] == "merge"
+    assert recover.as_object(gone)["executed"][0]["path"] == "Makefile"
+    assert not any("Makefile" in said for said in fate.of(record, Seen(State.RUNNING, "sb"), held).said)
 
 
 def test_rubbish_is_no_entry() -> None:
