@@ -337,6 +337,35 @@ def proc(pid: int, name: str) -> bytes:
     return Path(f"/proc/{pid}/{name}").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("boots", "script", "said"),
+    [
+        pytest.param(False, "true", b"did not start", id="the machine does not start"),
+        pytest.param(True, "", b"/none", id="the command is not there"),
+        pytest.param(True, "test $A = $B || echo no; rm -rf .git; exit 1", b"could not be brought", id="no way back"),
+    ],
+)
+def test_where_a_run_fails_nothing_tells_the_value(
+    person: Person, rig: Rig, boots: bool, script: str, said: bytes
+) -> None:
+    """With the daemon's log at its most talkative. The names are told."""
+    make_repository(person.home / "project")
+    says(person, f"secrets: {{A: {{command: 'printf s3cr3t-; echo CANARY'}}}}\nenv: {{B: {CANARY}}}")
+    command = ("sh", "-c", script) if script else ("/none",)
+    rig.knob("no_boot", None if boots else "1")
+    done = person.run("run", "--name=fails", "--", *command, cwd=person.home / "project")
+    rig.knob("no_boot", None)
+    assert done.returncode != 0 and said in done.stderr, done.stderr
+    assert done.stdout == b""
+    person.run("kill", "fails")
+    remembered = {
+        str(path): path.read_bytes() for top in (rig.state, person.home) for path in top.rglob("*")
+        if path.is_file() and path.suffix != ".img"
+    } | {"log": rig.log.read_bytes(), "stderr": done.stderr}  # fmt: skip
+    told = [name for name, content in remembered.items() if CANARY.encode() in content]
+    assert told == [str(person.home / ".config/sandbox/config.yaml")]
+
+
 def test_git_gets_nothing_of_it(person: Person, tmp_path: Path) -> None:
     """Every process that a run starts here is looked at: the environment and arguments it began with."""
     make_repository(person.home / "project")
