@@ -67,6 +67,14 @@ def hold(process: Process) -> int | None:
     return _hold(process.pid, lambda: start_ticks(process.pid) == process.start_ticks)
 
 
+def has_ended(process: Process) -> bool:
+    """Dead and not yet waited for counts as ended."""
+    pidfd = hold(process)
+    if pidfd is not None:
+        os.close(pidfd)
+    return pidfd is None
+
+
 def hold_child(pid: int, above: int) -> int | None:
     """A pidfd of the process `pid` if `above` is its parent."""
     return _hold(pid, lambda: parent(pid) == above)

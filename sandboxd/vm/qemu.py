@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import fcntl
+import logging
 import os
 import socket
 import stat
@@ -44,6 +45,8 @@ KVM_NODE = "kvm"
 VMM = "QEMU"
 DEVICE = "sandbox-vsock"
 
+log = logging.getLogger("sandboxd")
+
 
 class QemuMachine:
     """A running machine. Made by `start` and `adopt`."""
@@ -58,6 +61,8 @@ class QemuMachine:
         programs: Sequence[Process],
     ) -> None:
         self.spec_id = id
+        self._processes = tuple(programs)
+        self._said = False
         by_role = {process.role: Program(process.pid, process.start_ticks) for process in programs}
         self.programs = tuple(by_role[role] for role in (VMM, DEVICE, virtiofs.ROLE) if role in by_role)
         self.vsock_path = directory / VSOCK_SOCKET
@@ -85,6 +90,10 @@ class QemuMachine:
                 return
         with ExitStack() as stack:
             await _first(self._wait_guest_stopped, *_ends(stack, self._pidfds))
+        ended = [process.role for process in self._processes if processes.has_ended(process)]
+        if ended and not (self._said or self._ended or self._ending.locked()):
+            self._said = True
+            log.error("%s: of its machine, this ended: %s", self.spec_id, ", ".join(ended))
 
     async def boot_failed(self, step: str) -> BootFailed:
         """The error for a machine whose guest did not come up, with what is known of why."""

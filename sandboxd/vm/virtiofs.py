@@ -98,7 +98,8 @@ def prison(
 
 
 def arguments(listen_fd: int) -> list[str]:
-    """virtiofsd's. Attributes are trusted for a second, so that what the host changes is seen soon."""
+    """virtiofsd's. The guest asks anew for every attribute: with a size of a second ago it would read a file that the
+    host has just changed only in part."""
     return [
         f"--fd={listen_fd}",
         "-f",
@@ -106,7 +107,7 @@ def arguments(listen_fd: int) -> list[str]:
         "--thread-pool-size=0",
         "-o", f"source={INSIDE}",
         "-o", "sandbox=chroot",
-        "-o", "cache=auto",
+        "-o", "cache=auto,timeout=0",
         "-o", "no_xattr",
         "-o", "log_level=warn",
     ]  # fmt: skip
