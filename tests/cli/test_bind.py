@@ -43,10 +43,8 @@ def alive(rig: Rig) -> list[str]:
 @pytest.mark.parametrize(
     ("path", "cwd"),
     [
-        pytest.param("{}/project", ".", id="an absolute path"),
         pytest.param("~/project", ".", id="a path from home"),
         pytest.param("project", ".", id="a relative path"),
-        pytest.param(".", "project", id="the current directory"),
         pytest.param("../link", "project", id="a link to it"),
     ],
 )
@@ -56,7 +54,7 @@ def test_the_directory_itself_is_the_workspace(rig: Rig, person: Person, path: s
     (project / "hello.txt").write_text("changed and not committed\n")
     refs = git(project, "for-each-ref")
     script = "pwd; cat hello.txt; echo made > made; exit 3"
-    done = run(person, "--bind", path.format(person.home), script=script, cwd=cwd)
+    done = run(person, "--bind", path, script=script, cwd=cwd)
     assert (done.returncode, done.stdout) == (3, b"/workspace\nchanged and not committed\n"), done.stderr
     assert (project / "made").read_text() == "made\n"
     # No bundle, no commit, no ref, no record of a session.

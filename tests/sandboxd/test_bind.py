@@ -152,8 +152,15 @@ def test_what_is_no_directory_is_a_bad_request(rig: Rig, place: Path, path: obje
     assert said in answer.message
 
 
-@pytest.mark.parametrize("read_only", [False, True], ids=["to be written to", "only to be read"])
-@pytest.mark.parametrize("name", ["home/project", "home/project/", "home/to-project", "around/../home/project"])
+@pytest.mark.parametrize(
+    ("name", "read_only"),
+    [
+        pytest.param("home/project", False, id="to be written to"),
+        pytest.param("home/project", True, id="only to be read"),
+        pytest.param("home/to-project/", False, id="by a link and with a slash"),
+        pytest.param("around/../home/project", False, id="by dots"),
+    ],
+)
 def test_a_project_in_a_home_is_given(rig: Rig, place: Path, name: str, read_only: bool) -> None:
     (place / "home/project").chmod(0o777)
     (place / "home/project/there").write_text("x")

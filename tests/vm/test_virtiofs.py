@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from sandboxd.vm import jail, processes, virtiofs
+from tests.conftest import counts
 from tests.vm.fuse_guest import GID, MODE, UID, Sharing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,7 +222,7 @@ def test_it_is_that_directory_while_its_name_is_swapped_all_the_time(top: Path) 
     thread = threading.Thread(target=swap)
     thread.start()
     try:
-        for turn in range(int(os.environ.get("SOAK", "0")) * 45 + 5):
+        for turn in range(counts(5, 100)):
             with Sharing(held, instance=f"fuse-race-{turn}") as guest:
                 assert guest.boot().lookup(b"there").error == 0
                 assert guest.lookup(b"passwd").error == errno.ENOENT
