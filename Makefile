@@ -34,19 +34,26 @@ CFLAGS_HARD := -std=c11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -D
 LDFLAGS_HARD := -Wl,-z,relro,-z,now
 PROGRAMS := $(BUILD)/sandbox-vsock $(BUILD)/guest-init $(BUILD)/guest-exec
 
-.PHONY: help demo install test lint conformance bench bench-check soak units fuzz clean setup apt apt-test apt-test-install apt-bench apt-bench-install assets programs sanitizers
+.PHONY: help demo install test agents agents-test lint conformance bench bench-check soak units fuzz clean setup apt apt-test apt-test-install apt-bench apt-bench-install assets programs sanitizers
 
 help:
-	@sed -n 's/^\(demo\|install\|test\|lint\|conformance\|bench\|bench-check\|soak\|units\|fuzz\|clean\|assets\):.*## /  make \1 - /p' Makefile
+	@sed -n 's/^\(demo\|install\|test\|agents-test\|lint\|conformance\|bench\|bench-check\|soak\|units\|fuzz\|clean\|assets\):.*## /  make \1 - /p' Makefile
 
 demo: setup assets ## set everything up, then run a small agent on a small repository in a VM
 	@mkdir -p $(BUILD)/demo
 	@bash tests/demo/demo.sh $(abspath $(BUILD))/demo/repository
 
-test: setup apt-test sanitizers assets lint ## set everything up and pass the tests
+test: setup apt-test sanitizers assets lint agents ## set everything up and pass the tests
 	@$(PY) -m pytest -q -n 2 --dist worksteal || { code=$$?; [ $$code = 1 ] || exit $$code; \
 	    echo; echo "== what failed, once more and alone: a busy machine can be too slow for a test. Look at it all the same =="; \
 	    $(PY) -m pytest -q --last-failed --last-failed-no-failures none; }
+
+# Installed by the product itself, once for each version, and kept beside the assets.
+agents: setup assets
+	@$(PY) -m tests.agents.installed claude codex
+
+agents-test: setup apt-test assets agents ## real agents do a real task in VMs, and a fleet of five; part of `make test`
+	$(PY) -m pytest -q -n 2 --dist worksteal -rs tests/agents tests/path/test_agents.py tests/path/test_fleet.py
 
 # A package of its own Python environment, so that nothing else on the machine can change what runs as root.
 PREFIX ?= /opt/sandbox-cli

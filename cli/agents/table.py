@@ -81,7 +81,8 @@ AGENTS: dict[str, Agent] = {
         Agent(
             name="codex", binary="codex", source=Npm("@openai/codex", "0.171.0"),
             headless=("exec",), seed=True, logins=(".codex/auth.json",),
-            env=("OPENAI_API_KEY", "OPENAI_BASE_URL"), hosts=("api.openai.com",), probe="api.openai.com",
+            env=("CODEX_API_KEY", "OPENAI_API_KEY", "OPENAI_BASE_URL"),
+            hosts=("api.openai.com",), probe="api.openai.com",
         ),
         Agent(
             name="gemini", binary="gemini", source=Npm("@google/gemini-cli", "0.61.0"),

@@ -119,6 +119,8 @@ class Tools:
         self.notes: list[str] = []
         """For the person, once nothing is being waited for."""
         self._volume = volume(agent)
+        self._cut_off = False
+        """Our installer ended unseen: somebody saw it succeed before us, or it failed. The volume itself tells."""
         self._possible = (
             isinstance(agent.source, Npm) and bool(offer.capabilities.get("volumes"))
             and bool(offer.registries or offer.registries_tcp) and not any(overlaps(mount.path) for mount in mounts)
@@ -155,6 +157,9 @@ class Tools:
                 return sandbox
             self._delete(sandbox.id)
             self._discard()
+            if self._cut_off:
+                self._without("its sandbox ended")
+                break
             self.install(status)
         sandbox = self._make(asked, status)
         for note in hints(self._agent, self._offer, sandbox.network):
@@ -217,8 +222,7 @@ class Tools:
                 state, processes = "terminated", []
             waited = time.monotonic() - since
             if state == "terminated":
-                if begun:
-                    self._give_up(sandbox, "its sandbox ended")
+                self._cut_off = begun
                 return
             if processes and processes[0].exit_code is not None:
                 self._ended(sandbox, processes[0])

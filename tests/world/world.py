@@ -36,6 +36,8 @@ NAMES: dict[str, list[str]] = {
     "second.test": [PUBLIC_2], "lan.test": [LAN], "git.test": [PUBLIC], "index.test": [PUBLIC], "files.test": [PUBLIC],
     "npm.test": [PUBLIC], "deb.test": [PUBLIC], "db.test": [PUBLIC], "rebound.test": [PUBLIC],
     "both.test": [PUBLIC_6, PUBLIC], "deaf.test": [DEAD],
+    # The models that agents talk to: here they are the tests' own, under the names the agents know.
+    "api.anthropic.com": [PUBLIC], "api.openai.com": [PUBLIC],
 }  # fmt: skip
 
 
