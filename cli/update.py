@@ -17,7 +17,8 @@ Options:
   --name=NAME            its new name; an empty one takes the name away
   --label=KV             K=V sets a label, K- removes it; may be given again
   --unlabel=KEY          removes a label; may be given again
-  --idle=SECONDS         end it after this long with no process and no request; 0: never, where the server allows that
+  --idle=TIME            end it after this long with no process and no request: seconds, or 30m, 2h; 0: never, where the
+                         server allows that
   --context=C            which sandboxd: the name of a context (see `context`), or an address
   --json                 print the sandbox as the API's object
   -h, --help             show this
@@ -28,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cli import context, network, show
+from cli import context, duration, network, show
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
 
@@ -76,6 +77,12 @@ def labelled(present: Mapping[str, str], sets: Mapping[str, str], removes: set[s
 def idle_secs(text: str | None) -> int | None:
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit()) or int(text) > MAX_IDLE_S:
-        raise SandboxError(f"--idle {clean(text)}: not a number of seconds")
-    return int(text)
+    if text.isascii() and text.isdigit():
+        return _whole(text, int(text[:12]))
+    return _whole(text, duration.seconds("--idle", text))
+
+
+def _whole(text: str, seconds: float) -> int:
+    if seconds != int(seconds) or seconds > MAX_IDLE_S:
+        raise SandboxError(f"--idle {clean(text)}: not a whole number of seconds up to {MAX_IDLE_S}")
+    return int(seconds)

@@ -107,3 +107,28 @@ def test_everybody_is_killed_and_the_work_is_found(own: Daemon, tmp_path: Path) 
     assert git(project, "fsck", "--strict", "--no-dangling") == ""
     assert person.run("kill", ids["two"]).returncode == 0
     assert list(recover(person)) == ["one"]
+
+
+@pytest.mark.soak
+def test_a_full_disk_is_told_and_the_last_checkpoint_stays(own: Daemon, tmp_path: Path) -> None:
+    project = make_repository(tmp_path / "project")
+    person = Person(tmp_path, own.socket)
+    script = """
+        echo before >work; until [ -e .git/refs/sandbox/checkpoint ]; do sleep 1; done; sleep 5
+        cat /dev/zero >.git/fill; echo after >work; until [ -e .git/stop ]; do sleep 1; done; rm .git/fill
+    """
+    flags = ("--disk=256", "--checkpoint-every=2s")
+    process = person.start(*RUN, "full", *flags, "--", "sh", "-c", script, cwd=project)
+    record = until(lambda: (one := records(person).get("full")) and one["checkpoint"] and one)
+    process.kill()
+    process.wait()
+    free = ["sh", "-c", "df --output=avail /workspace | tail -n 1"]
+    until(lambda: own.client.run("full", free).stdout.strip() == b"0")
+    watching = person.start("attach", "--checkpoint-every=2s", "full")
+    before = len(own.client.events("full").events)
+    until(lambda: len(own.client.events("full").events) > before + 3)
+    watching.send_signal(signal.SIGINT)
+    _, said = watching.communicate(timeout=PATIENCE_S)
+    assert b"the last checkpoint failed: the sandbox's disk is full" in said
+    assert git(project, "show", f"{REF}{record['sandbox']}:work") == "before\n"
+    own.client.delete("full")
