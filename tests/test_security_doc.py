@@ -19,7 +19,7 @@ def sections(text: str) -> dict[str, str]:
 TEXT = (ROOT / "docs" / "security.md").read_text()
 SECTIONS = sections(TEXT)
 # Of other pages, those sections that are promises.
-BESIDE = {"secrets": "What is protected"}
+BESIDE = {"secrets": "What is protected", "agents": "What is held"}
 PAGES = {page: (ROOT / "docs" / f"{page}.md").read_text() for page in BESIDE}
 NAMED = sorted(set(re.findall(r"`((?:tests|conformance)/[\w/]+\.py(?:::\w+)?)`", TEXT + "".join(PAGES.values()))))
 PROMISES = [
