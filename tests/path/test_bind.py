@@ -29,14 +29,14 @@ PATIENCE_S = 120.0
 
 @pytest.fixture(scope="module", autouse=True)
 def virtiofsd() -> None:
-    if reason := virtiofs.why_not(jail.find_tools(root=os.geteuid() == 0), "path-probe", 1024):
+    if reason := virtiofs.why_not(jail.find_tools(root=os.geteuid() == 0), f"probe-{os.getpid()}", 1024):
         pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")
 def own(short_tmp: Path) -> Iterator[Daemon]:
     """A daemon that these tests may kill."""
-    with Daemon(short_tmp / "bind", flags=("--allow-bind", "--no-network")) as running:
+    with Daemon(short_tmp / "bind-vm", flags=("--allow-bind", "--no-network")) as running:
         yield running
     assert running.leftovers() == []
     assert "Traceback" not in running.log.read_text(errors="replace"), running.log.read_text(errors="replace")
@@ -44,7 +44,7 @@ def own(short_tmp: Path) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def project(short_tmp: Path) -> Path:
-    return make_repository(short_tmp / "shared-project")
+    return make_repository(short_tmp / "bind-project")
 
 
 @pytest.fixture(scope="module")
@@ -171,12 +171,13 @@ def test_only_to_be_read_it_stays_as_it_is_and_a_machine_ends_with_its_virtiofsd
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small file system needs root to be mounted")
 def test_a_full_disk_and_a_directory_that_goes_away_are_errors_in_the_guest(own: Daemon, short_tmp: Path) -> None:
-    small = short_tmp / "small"
+    small = short_tmp / "bind-small"
     (small / "project").mkdir(parents=True)
     script = f'mount -t tmpfs -o size=1m,mode=755 tmpfs {small} && mkdir {small}/project && exec "$@"'
     place = Daemon(
-        short_tmp / "full", prefix=("unshare", "-m", "sh", "-c", script, "sh"), flags=("--allow-bind", "--no-network")
-    )
+        short_tmp / "bind-full", prefix=("unshare", "-m", "sh", "-c", script, "sh"),
+        flags=("--allow-bind", "--no-network"),
+    )  # fmt: skip
     with place as running:
         made = running.client.create(Create(memory_mb=MEMORY_MB, bind=Bind(str(small / "project"))))
         _, said = shell(running, made, "head -c 4000000 /dev/zero > big; rm big; echo x > x; cat x")

@@ -45,12 +45,17 @@ class Entry(NamedTuple):
     uid: int = -1
 
 
+def instance_of(what: str) -> str:
+    return f"fuse-{what}-{os.getpid()}"
+
+
 class Sharing:
     """virtiofsd with `directory`, and the only connection to it."""
 
-    def __init__(self, directory: int | Path, *, read_only: bool = False, instance: str = "fuse-test") -> None:
+    def __init__(self, directory: int | Path, *, read_only: bool = False, what: str = "test") -> None:
+        """`what` tells those of one process apart; those of others are left alone."""
         self._held = ExitStack()
-        self.instance = instance
+        self.instance = instance = instance_of(what)
         if isinstance(directory, Path):
             directory = os.open(directory, os.O_PATH | os.O_DIRECTORY)
             self._held.callback(os.close, directory)

@@ -20,17 +20,18 @@ import pytest
 
 from sandboxd.vm import jail, processes, virtiofs
 from tests.conftest import counts
-from tests.vm.fuse_guest import GID, MODE, UID, Sharing
+from tests.vm.fuse_guest import GID, MODE, UID, Sharing, instance_of
 
 ROOT = Path(__file__).resolve().parents[2]
 USER = 4242  # no account of this machine
 DEADLINE_S = 20.0
-INSTANCES = ("fuse-test", "fuse-probe", "fuse-below", "fuse-end", "fuse-rubbish", "fuse-race-0")
+ASKS = "from sandboxd.vm import jail, virtiofs; print(virtiofs.why_not(jail.find_tools(False), '{}', 1024))"
+WHAT = ("test", "probe", "end", "rubbish", "race-0")
 
 
 def why_not() -> str:
     try:
-        return virtiofs.why_not(jail.find_tools(root=os.geteuid() == 0), "fuse-probe", 1024)
+        return virtiofs.why_not(jail.find_tools(root=os.geteuid() == 0), instance_of("probe"), 1024)
     except Exception as fault:  # whatever is missing is the reason
         return str(fault)
 
@@ -40,7 +41,7 @@ def virtiofsd() -> Iterator[None]:
     if reason := why_not():
         pytest.skip(reason)
     yield
-    left = [name for name in INSTANCES if list(processes.marked(name, {os.getuid()}))]
+    left = [what for what in WHAT if list(processes.marked(instance_of(what), {os.getuid()}))]
     assert left == []
 
 
@@ -223,7 +224,7 @@ def test_it_is_that_directory_while_its_name_is_swapped_all_the_time(top: Path) 
     thread.start()
     try:
         for turn in range(counts(5, 100)):
-            with Sharing(held, instance=f"fuse-race-{turn}") as guest:
+            with Sharing(held, what=f"race-{turn}") as guest:
                 assert guest.boot().lookup(b"there").error == 0
                 assert guest.lookup(b"passwd").error == errno.ENOENT
     finally:
@@ -276,11 +277,11 @@ with Sharing(top / "beneath") as guest:
     (top / "beneath/sub/of-the-mount").write_text("x")
     sub = guest.lookup(b"sub")
     print("after", sub.error, guest.lookup(b"of-the-mount", sub.node).error)
-with Sharing(top / "beneath", instance="fuse-below") as guest:
+with Sharing(top / "beneath", what="below") as guest:
     print("before", guest.started())
 held = os.open(top / "shared", os.O_PATH | os.O_DIRECTORY)
 subprocess.run(["mount", "-t", "tmpfs", "tmpfs", top / "shared"], check=True)
-with Sharing(held, instance="fuse-below") as guest:
+with Sharing(held, what="below") as guest:
     print("over", guest.started())
 END
 """
@@ -293,7 +294,7 @@ END
 
 
 def test_it_ends_with_its_connection_and_leaves_nothing(top: Path) -> None:
-    with Sharing(top / "shared", instance="fuse-end") as guest:
+    with Sharing(top / "shared", what="end") as guest:
         pid = guest.boot().program
         guest.vmm.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + DEADLINE_S
@@ -301,12 +302,12 @@ def test_it_ends_with_its_connection_and_leaves_nothing(top: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert not Path(f"/proc/{pid}").exists()
-    assert list(processes.marked("fuse-end", {os.getuid()})) == []
+    assert list(processes.marked(instance_of("end"), {os.getuid()})) == []
 
 
 @pytest.mark.parametrize("request_", [b"", b"\xff" * 40, bytes(40)], ids=["nothing", "all ones", "zeros"])
 def test_rubbish_ends_it_at_worst(top: Path, request_: bytes) -> None:
-    with Sharing(top / "shared", instance="fuse-rubbish") as guest:
+    with Sharing(top / "shared", what="rubbish") as guest:
         guest.vmm.sendall(request_ or b"\0")
         guest.vmm.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + DEADLINE_S
@@ -321,7 +322,7 @@ def test_rubbish_ends_it_at_worst(top: Path, request_: bytes) -> None:
 @needs_root
 @pytest.mark.parametrize("groups", ["--clear-groups", "--groups=4243,4244"], ids=["alone", "with further groups"])
 def test_an_ordinary_user_can_have_it(groups: str) -> None:
-    code = "from sandboxd.vm import jail, virtiofs; print(virtiofs.why_not(jail.find_tools(False), 'user', 1024))"
+    code = ASKS.format(instance_of("user"))
     command = ["setpriv", f"--reuid={USER}", f"--regid={USER}", groups, sys.executable, "-c", code]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60, env={})
     if "Permission denied" in ran.stderr and "sandboxd" not in ran.stderr:
@@ -337,7 +338,7 @@ def test_a_host_without_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 @needs_root
 def test_a_host_without_user_namespaces_says_so() -> None:
     """The limit is of a user namespace of the test's own, below which there can be none."""
-    code = "from sandboxd.vm import jail, virtiofs; print(virtiofs.why_not(jail.find_tools(False), 'none', 1024))"
+    code = ASKS.format(instance_of("none"))
     script = f"echo 0 > /proc/sys/user/max_user_namespaces && exec {sys.executable} -c \"{code}\""
     ran = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script], cwd=ROOT, capture_output=True,
