@@ -1,14 +1,18 @@
-"""Run coding agents on a repository inside virtual machines with a kernel of their own.
+"""Run coding agents on a repository inside virtual machines with a kernel of
+their own.
 
 Usage:
   sandbox-cli COMMAND [ARGS...]
   sandbox-cli (-h | --help | --version)
 
 Commands:
-  run [options] -- CMD...       make a sandbox, run a command in it, bring its commits back
-  agent NAME [ARGS...]          run a coding agent in a sandbox, and bring its commits back
+  run [options] -- CMD...       make a sandbox, run a command in it, bring its
+                                commits back
+  agent NAME [ARGS...]          run a coding agent in a sandbox, and bring its
+                                commits back
   agent ls                      list the agents, and whose login is saved
-  agent fleet run|status|land   several agents at once, each for a branch, and merge what they made
+  agent fleet run|status|land   several agents at once, each for a branch, and
+                                merge what they made
   agent state [SANDBOX...]      say what the agents in sandboxes are doing
   agent wait SANDBOX            wait until an agent is done, blocked, ...
   exec SANDBOX -- CMD...        run a command in a running sandbox
@@ -18,31 +22,42 @@ Commands:
   tunnel SANDBOX PORT           reach a port inside a sandbox from this machine
   list, ls                      list sandboxes
   bring-back SANDBOX            bring the commits of a run's sandbox back again
-  recover                       what became of runs that were cut off, and where their work is
-  update SANDBOX                change what a sandbox may reach, its name, its labels
-  egress SANDBOX                show which names a sandbox asked for, and what was decided
-  why ID                        explain one refusal, and print what would allow it
+  recover                       what became of runs that were cut off, and
+                                where their work is
+  update SANDBOX                change what a sandbox may reach, its name, its
+                                labels
+  egress SANDBOX                show which names a sandbox asked for, and what
+                                was decided
+  why ID                        explain one refusal, and print what would allow
+                                it
   events SANDBOX                show what was done with a sandbox
   audit verify                  check that the log of it was not changed
   kill SANDBOX...               end sandboxes and discard their disks
   suspend SANDBOX               stop a sandbox where it is
   resume SANDBOX                let a suspended one go on
-  snapshot SANDBOX              keep what a sandbox is now, for others to start from
+  snapshot SANDBOX              keep what a sandbox is now, for others to start
+                                from
   snapshot ls|rm                list those that are kept, delete some
   snapshot-schedule SANDBOX     let snapshots be taken from time to time
-  image ls|pull|rm              images that sandboxes start from: list, fetch, remove
+  image ls|pull|rm              images that sandboxes start from: list, fetch,
+                                remove
   template ls                   sizes of sandboxes that have a name
-  mirror check|ls|push|fetch    what came back, kept in a bucket too: try it, list, upload, take back
-  volume create|ls|rm           disks that outlive sandboxes: make, list, delete
-  context add|ls|use|rm         name the sandboxds there are, choose the one to speak to
+  mirror check|ls|push|fetch    what came back, kept in a bucket too: try it,
+                                list, upload, take back
+  volume create|ls|rm           disks that outlive sandboxes: make, list,
+                                delete
+  context add|ls|use|rm         name the sandboxds there are, choose the one to
+                                speak to
   doctor                        say what this machine and its sandboxd can do
-  conformance                   hold a sandboxd against the specification of its API
+  conformance                   hold a sandboxd against the specification of
+                                its API
   completion bash|zsh|fish      let the Tab key complete command lines
   version                       print the version
   help [COMMAND]                print this, or a command's usage
 
-`sandbox-cli COMMAND --help` says more. A command that ran something in a sandbox exits with its code; an
-error of its own is one line on stderr and exit code 1.
+`sandbox-cli COMMAND --help` says more. A command that ran something in a
+sandbox exits with its code; an error of its own is one line on stderr and exit
+code 1.
 """
 
 from __future__ import annotations

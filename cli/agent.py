@@ -1,22 +1,28 @@
-"""Run a coding agent in a sandbox, on the repository around the current directory.
+"""Run a coding agent in a sandbox, on the repository around the current
+directory.
 
 Usage:
   sandbox-cli agent NAME [--SANDBOX-FLAG...] [--] [ARGS...]
 
-NAME is one of those `sandbox-cli agent ls` lists. The long flags of `sandbox-cli run` that stand directly behind it are
-the sandbox's; from the first other word on, or from `--`, everything goes to the agent as it is:
+NAME is one of those `sandbox-cli agent ls` lists. The long flags of
+`sandbox-cli run` that stand directly behind it are the sandbox's; from the
+first other word on, or from `--`, everything goes to the agent as it is:
 
   sandbox-cli agent claude                                     in this terminal
   sandbox-cli agent codex --name fix exec "make the tests pass"
-  sandbox-cli agent claude --profile prod --allow api.anthropic.com -- -p "make the tests pass"
+  sandbox-cli agent claude --profile prod --allow api.anthropic.com -- \\
+                           -p "make the tests pass"
 
-It runs as `run` runs a command: HEAD goes in, commits come back, the exit code is the agent's. Of your environment it
-gets the variables its vendor documents for keys and addresses, and what -e, or your configuration, names. The host its
-provider answers at is allowed by itself, but not under --profile prod. An agent the image does not carry is installed
-first.
+It runs as `run` runs a command: HEAD goes in, commits come back, the exit code
+is the agent's. Of your environment it gets the variables its vendor documents
+for keys and addresses, and what -e, or your configuration, names. The host its
+provider answers at is allowed by itself, but not under --profile prod. An
+agent the image does not carry is installed first.
 
-With --fallback (or `routing` in your configuration) another agent goes on in a fresh sandbox where one that asks nobody
-fails and has changed nothing. It gets the same prompt, the last word here, and finds what was said in /sandbox/context.
+With --fallback (or `routing` in your configuration) another agent goes on in a
+fresh sandbox where one that asks nobody fails and has changed nothing. It gets
+the same prompt, the last word here, and finds what was said in
+/sandbox/context.
 """
 
 from __future__ import annotations

@@ -3,15 +3,19 @@
 Usage:
   sandbox-cli attach [options] SANDBOX
 
-Without --pid it is the first process that runs on a terminal, else the first that runs, else the first. A
-process on a terminal gets this one, Ctrl-C included; closing the window detaches. Otherwise Ctrl-C detaches.
-Detaching leaves the process running. Exits with the process's code when it ends, 0 after detaching.
+Without --pid it is the first process that runs on a terminal, else the first
+that runs, else the first. A process on a terminal gets this one, Ctrl-C
+included; closing the window detaches. Otherwise Ctrl-C detaches. Detaching
+leaves the process running. Exits with the process's code when it ends, 0 after
+detaching.
 
 Options:
   --pid=N        which process
   --checkpoint-every=D
-                 bring what is in the sandbox's workspace back every 30s, 5m, 1h while attached, as `run` does
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+                 bring what is in the sandbox's workspace back every 30s, 5m,
+                 1h while attached, as `run` does
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   -h, --help     show this
 """
 

@@ -3,15 +3,19 @@
 Usage:
   sandbox-cli audit verify [options] [FILE...]
 
-Each line of the log holds a hash of the line before. Without FILE, sandboxd checks its own log. With one FILE it is
-read here, with the older ones beside it (FILE.1 to FILE.5); with several, those, wherever they were kept. Exit code 1
-says that the chain does not hold, and the first place where it does not is named.
+Each line of the log holds a hash of the line before. Without FILE, sandboxd
+checks its own log. With one FILE it is read here, with the older ones beside
+it (FILE.1 to FILE.5); with several, those, wherever they were kept. Exit code
+1 says that the chain does not hold, and the first place where it does not is
+named.
 
-Whoever may write the files can write a chain anew. Keep the last hash that this prints where they cannot: the line
-that follows it says it as "prev" for as long as it is kept.
+Whoever may write the files can write a chain anew. Keep the last hash that
+this prints where they cannot: the line that follows it says it as "prev" for
+as long as it is kept.
 
 Options:
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   --json         print an object
   -h, --help     show this
 """

@@ -1,15 +1,18 @@
-"""Bring the commits of a run's sandbox into refs/sandbox/NAME of the repository it came from, once more.
+"""Bring the commits of a run's sandbox into refs/sandbox/NAME of the repository
+it came from, once more.
 
 Usage:
   sandbox-cli bring-back [options] SANDBOX
 
-What is not committed in the sandbox is committed there first. No branch, index or working tree of the
-repository is touched. Works as long as the sandbox runs.
+What is not committed in the sandbox is committed there first. No branch, index
+or working tree of the repository is touched. Works as long as the sandbox
+runs.
 
 Options:
-  --name=NAME    the name below refs/sandbox/ (default: the one the run was given, else the sandbox's id)
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
-                 (default: the one of the run)
+  --name=NAME    the name below refs/sandbox/ (default: the one the run was
+                 given, else the sandbox's id)
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address (default: the one of the run)
   --json         print the result as an object
   -h, --help     show this
 """

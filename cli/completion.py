@@ -5,12 +5,13 @@ Usage:
 
 Prints what the shell is to read:
 
-  bash:  source <(sandbox-cli completion bash)           in ~/.bashrc
-  zsh:   source <(sandbox-cli completion zsh)            in ~/.zshrc, behind compinit
-  fish:  sandbox-cli completion fish > ~/.config/fish/completions/sandbox-cli.fish
+  bash:  source <(sandbox-cli completion bash)    in ~/.bashrc
+  zsh:   source <(sandbox-cli completion zsh)     in ~/.zshrc, behind compinit
+  fish:  sandbox-cli completion fish | source     in ~/.config/fish/config.fish
 
-Commands, options and agents are read from the usage texts. Names of sandboxes are asked of sandboxd, for a second at
-most, and where it does not answer there are none.
+Commands, options and agents are read from the usage texts. Names of sandboxes
+are asked of sandboxd, for a second at most, and where it does not answer there
+are none.
 
 Options:
   -h, --help     show this

@@ -1,14 +1,17 @@
-"""Hold a sandboxd against the specification of its API, with the sandboxes that takes.
+"""Hold a sandboxd against the specification of its API, with the sandboxes that
+takes.
 
 Usage:
   sandbox-cli conformance [--row=ROW]... [options]
 
-Runs the conformance suite (pytest has to be installed): every row of it passes, fails, or is skipped for a capability
-that the endpoint says it lacks. It makes up to about fifteen small sandboxes and deletes them. Exits with 0 when
-nothing failed. More, and how to try another server: docs/conformance.md.
+Runs the conformance suite (pytest has to be installed): every row of it
+passes, fails, or is skipped for a capability that the endpoint says it lacks.
+It makes up to about fifteen small sandboxes and deletes them. Exits with 0
+when nothing failed. More, and how to try another server: docs/conformance.md.
 
 Options:
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   --row=ROW      this row only, C1 to C50; may be given again
   -h, --help     show this
 """

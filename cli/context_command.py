@@ -1,19 +1,24 @@
 """Which sandboxd commands speak to: give addresses names, and choose one of them.
 
 Usage:
-  sandbox-cli context add [--token-file=FILE] [--ca=FILE] [--cert=FILE] [--key=FILE] NAME ENDPOINT
+  sandbox-cli context add [--token-file=FILE] [--ca=FILE] [--cert=FILE]
+              [--key=FILE] NAME ENDPOINT
   sandbox-cli context (ls | list) [--json]
   sandbox-cli context use NAME
   sandbox-cli context rm NAME
   sandbox-cli context (-h | --help)
 
-ENDPOINT is https://HOST:PORT, http://127.0.0.1:PORT or unix:///path. Of files the absolute path is kept, never what is
-in them. `local` is built in: your own sandboxd's socket, else root's. A command speaks to the context that --context
-names, else SANDBOX_CONTEXT, else the one chosen with `use`. Removing that one chooses `local` again.
+ENDPOINT is https://HOST:PORT, http://127.0.0.1:PORT or unix:///path. Of files
+the absolute path is kept, never what is in them. `local` is built in: your own
+sandboxd's socket, else root's. A command speaks to the context that --context
+names, else SANDBOX_CONTEXT, else the one chosen with `use`. Removing that one
+chooses `local` again.
 
 Options:
-  --token-file=FILE  holds the token, and only you may read it (over TCP one is needed)
-  --ca=FILE          who signs the server's certificate, if no authority of this machine does (PEM)
+  --token-file=FILE  holds the token, and only you may read it (over TCP one is
+                     needed)
+  --ca=FILE          who signs the server's certificate, if no authority of
+                     this machine does (PEM)
   --cert=FILE        a client certificate, for a server that wants one (PEM)
   --key=FILE         its key
   --json             print objects

@@ -1,17 +1,22 @@
-"""Say what this machine and its sandboxd can do, then try it with small virtual machines.
+"""Say what this machine and its sandboxd can do, then try it with small virtual
+machines.
 
 Usage:
   sandbox-cli doctor [options]
 
-Facts come at once. Then a machine is started, and where sandboxes may have a network a second one: the first reaches
-a name it was allowed, and must be refused one it was not, a bare address, another resolver, UDP on port 443 and the
-second machine. Each is said to have passed, been refused, or FAILED. Exits with 1 when one FAILED, no sandboxd
-answers, there is no trial, or a run with the profile that was asked for could not be had.
+Facts come at once. Then a machine is started, and where sandboxes may have a
+network a second one: the first reaches a name it was allowed, and must be
+refused one it was not, a bare address, another resolver, UDP on port 443 and
+the second machine. Each is said to have passed, been refused, or FAILED. Exits
+with 1 when one FAILED, no sandboxd answers, there is no trial, or a run with
+the profile that was asked for could not be had.
 
 Options:
-  --profile=P    dev or prod: whether a run with it can be had from this sandboxd
+  --profile=P    dev or prod: whether a run with it can be had from this
+                 sandboxd
   --no-probe     start no virtual machine
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   --json         print one object, at the end
   -h, --help     show this
 """

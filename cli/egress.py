@@ -1,13 +1,16 @@
-"""Show what a sandbox may reach, and every name it asked for: what was decided, why, and how much passed.
+"""Show what a sandbox may reach, and every name it asked for: what was decided,
+why, and how much passed.
 
 Usage:
   sandbox-cli egress [options] SANDBOX
 
-IN and OUT are bytes to and from the sandbox. The last line, where there is one, has the names that were refused and
-that a flag could allow, ready to be pasted behind `run` or `update`. `why ID` says more about one line.
+IN and OUT are bytes to and from the sandbox. The last line, where there is
+one, has the names that were refused and that a flag could allow, ready to be
+pasted behind `run` or `update`. `why ID` says more about one line.
 
 Options:
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   --json         print the API's object, with those flags as "flags"
   -h, --help     show this
 """

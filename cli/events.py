@@ -1,14 +1,17 @@
-"""Show what was done with a sandbox, from its creation to its end, and which names it asked for.
+"""Show what was done with a sandbox, from its creation to its end, and which
+names it asked for.
 
 Usage:
   sandbox-cli events [options] SANDBOX
 
-The oldest come first. By its id a sandbox's events are shown after it was forgotten, too. Of a process its program is
-shown, how many arguments it had and a hash of them; no argument, no value of a variable and no content of a file was
-ever recorded.
+The oldest come first. By its id a sandbox's events are shown after it was
+forgotten, too. Of a process its program is shown, how many arguments it had
+and a hash of them; no argument, no value of a variable and no content of a
+file was ever recorded.
 
 Options:
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   --json         print the API's objects, one on a line
   -h, --help     show this
 """

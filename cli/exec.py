@@ -1,4 +1,5 @@
-"""Run a command in a running sandbox, with this terminal, stdin, stdout and stderr. Exits with its code.
+"""Run a command in a running sandbox, with this terminal, stdin, stdout and
+stderr. Exits with its code.
 
 Usage:
   sandbox-cli exec [options] SANDBOX -- CMD...
@@ -7,7 +8,8 @@ Ctrl-C goes to the command; the second time the command is killed.
 
 Options:
   -w DIR, --workdir=DIR   where to start it (default: /sandbox/home)
-  --context=C             which sandboxd: the name of a context (see `context`), or an address
+  --context=C             which sandboxd: the name of a context (see
+                          `context`), or an address
   -h, --help              show this
 """
 

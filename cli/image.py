@@ -6,13 +6,15 @@ Usage:
   sandbox-cli image rm [--context=C] IMAGE...
   sandbox-cli image (-h | --help)
 
-An image is REGISTRY/REPOSITORY[:TAG][@DIGEST]; `run --image` fetches one that is not there yet. `pull` fetches what a
-tag names by now, also where it is there; sandboxes that run keep what they started from. `rm` removes images that no
-sandbox uses, and stops at the first failure.
+An image is REGISTRY/REPOSITORY[:TAG][@DIGEST]; `run --image` fetches one that
+is not there yet. `pull` fetches what a tag names by now, also where it is
+there; sandboxes that run keep what they started from. `rm` removes images that
+no sandbox uses, and stops at the first failure.
 
 Options:
   --no-wait      return at once; `ls` says how far it is
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   --json         print the API's objects
   -h, --help     show this
 """

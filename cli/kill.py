@@ -1,10 +1,12 @@
-"""End sandboxes: their processes stop, their disks are discarded. Stops at the first failure.
+"""End sandboxes: their processes stop, their disks are discarded. Stops at the
+first failure.
 
 Usage:
   sandbox-cli kill [options] SANDBOX...
 
 Options:
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   -h, --help     show this
 """
 

@@ -5,8 +5,10 @@ Usage:
 
 Options:
   -a, --all      ended ones too, as long as sandboxd knows them
-  --label=K=V    only those that have this label; may be given again, and all must match
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --label=K=V    only those that have this label; may be given again, and all
+                 must match
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   --json         print the API's objects
   -h, --help     show this
 """

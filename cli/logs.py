@@ -1,14 +1,17 @@
-"""Print what a process wrote from its start, and follow it to its end; its stderr goes to stderr.
+"""Print what a process wrote from its start, and follow it to its end; its stderr
+goes to stderr.
 
 Usage:
   sandbox-cli logs [options] SANDBOX
 
-Without --pid it is the first process that runs on a terminal, else the first that runs, else the first.
-Exits with 0 when the process has ended, whatever its own exit code.
+Without --pid it is the first process that runs on a terminal, else the first
+that runs, else the first. Exits with 0 when the process has ended, whatever
+its own exit code.
 
 Options:
   --pid=N        which process
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   -h, --help     show this
 """
 

@@ -1,21 +1,26 @@
-"""What came back, kept in a bucket of an S3-compatible store too, and fetched from there.
+"""What came back, kept in a bucket of an S3-compatible store too, and fetched
+from there.
 
 Usage:
   sandbox-cli mirror check [--config=FILE] [--json]
-  sandbox-cli mirror (ls | list) [--config=FILE] [--project=DIR] [--json] [SANDBOX]
+  sandbox-cli mirror (ls | list) [--config=FILE] [--project=DIR] [--json]
+              [SANDBOX]
   sandbox-cli mirror push [--config=FILE] [--project=DIR] [--json] SANDBOX
   sandbox-cli mirror fetch [--config=FILE] [--project=DIR] [--json] OBJECT
   sandbox-cli mirror (-h | --help)
 
-`check` lists the bucket, writes one small object and reads it back. `ls` shows what the bucket holds of this
-repository. `push` uploads what came back from a sandbox, by its id or the name below refs/sandbox/. `fetch` takes an
-object, or the last one of a sandbox, into refs/sandbox/mirror/SANDBOX; no branch is touched. Nothing is ever deleted
-from the bucket. The settings are `mirror` in your config.yaml (docs/mirror.md); with them, `run` and `bring-back`
-upload by themselves.
+`check` lists the bucket, writes one small object and reads it back. `ls` shows
+what the bucket holds of this repository. `push` uploads what came back from a
+sandbox, by its id or the name below refs/sandbox/. `fetch` takes an object, or
+the last one of a sandbox, into refs/sandbox/mirror/SANDBOX; no branch is
+touched. Nothing is ever deleted from the bucket. The settings are `mirror` in
+your config.yaml (docs/mirror.md); with them, `run` and `bring-back` upload by
+themselves.
 
 Options:
   --config=FILE   settings to use instead of the project's
-  --project=DIR   the repository (default: the one around the current directory)
+  --project=DIR   the repository (default: the one around the current
+                  directory)
   --json          print objects
   -h, --help      show this
 """

@@ -1,14 +1,17 @@
-"""Say what became of runs that did not end as they should, and where their work is.
+"""Say what became of runs that did not end as they should, and where their work
+is.
 
 Usage:
   sandbox-cli recover [--all] [--json]
   sandbox-cli recover forget SANDBOX...
   sandbox-cli recover (-h | --help)
 
-For when sandbox-cli, its terminal, sandboxd or this machine went down during a run. The runs of the repository around
-the current directory are looked up, each at the sandboxd it was started with: one that still runs is there to be
-brought back, of one that is gone the last checkpoint is named, if it had one. Nothing is changed in the repository.
-`forget` drops what is known of a run, by its sandbox's id or its name; its refs stay.
+For when sandbox-cli, its terminal, sandboxd or this machine went down during a
+run. The runs of the repository around the current directory are looked up,
+each at the sandboxd it was started with: one that still runs is there to be
+brought back, of one that is gone the last checkpoint is named, if it had one.
+Nothing is changed in the repository. `forget` drops what is known of a run, by
+its sandbox's id or its name; its refs stay.
 
 Options:
   --all          the runs of every repository

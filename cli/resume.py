@@ -4,7 +4,8 @@ Usage:
   sandbox-cli resume [options] SANDBOX
 
 Options:
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   --json         print the sandbox as the API's object
   -h, --help     show this
 """

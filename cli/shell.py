@@ -1,10 +1,12 @@
-"""Open a shell in a running sandbox: bash where the image has it, else sh. Leaving it keeps the sandbox.
+"""Open a shell in a running sandbox: bash where the image has it, else sh.
+Leaving it keeps the sandbox.
 
 Usage:
   sandbox-cli shell [options] SANDBOX
 
 Options:
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   -h, --help     show this
 """
 

@@ -6,12 +6,14 @@ Usage:
   sandbox-cli snapshot [--context=C] [--json] SANDBOX
   sandbox-cli snapshot (-h | --help)
 
-Taking one prints its id; the sandbox runs on, and what is being taken is finished whether or not this command waits.
-`run --from-snapshot ID` makes a sandbox of it. `rm` stops at the first failure. A sandbox that is called `ls` or `rm`
-is named by its id.
+Taking one prints its id; the sandbox runs on, and what is being taken is
+finished whether or not this command waits. `run --from-snapshot ID` makes a
+sandbox of it. `rm` stops at the first failure. A sandbox that is called `ls`
+or `rm` is named by its id.
 
 Options:
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   --json         print the API's objects
   -h, --help     show this
 """

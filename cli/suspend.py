@@ -3,10 +3,12 @@
 Usage:
   sandbox-cli suspend [options] SANDBOX
 
-A sandbox in which a process runs is not suspended: end the process first. A suspended sandbox does not count as idle.
+A sandbox in which a process runs is not suspended: end the process first. A
+suspended sandbox does not count as idle.
 
 Options:
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   --json         print the sandbox as the API's object
   -h, --help     show this
 """

@@ -4,8 +4,9 @@ Usage:
   sandbox-cli template (ls | list) [--json]
   sandbox-cli template (-h | --help)
 
-Those that are built in, and those saved in studio.json of the settings' directory. What --cpus, --memory or --disk say
-comes before a template's own; a disk that it does not name is the server's default.
+Those that are built in, and those saved in studio.json of the settings'
+directory. What --cpus, --memory or --disk say comes before a template's own; a
+disk that it does not name is the server's default.
 
 Options:
   --json         print a list of objects

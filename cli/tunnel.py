@@ -3,11 +3,14 @@
 Usage:
   sandbox-cli tunnel [options] SANDBOX PORT
 
-PORT is a port of the sandbox's own loopback address, or LOCAL:PORT to listen on another one here (0: any that is
-free). Listens on 127.0.0.1 only, until Ctrl-C. A connection while nothing listens in the sandbox is reset, and said so.
+PORT is a port of the sandbox's own loopback address, or LOCAL:PORT to listen
+on another one here (0: any that is free). Listens on 127.0.0.1 only, until
+Ctrl-C. A connection while nothing listens in the sandbox is reset, and said
+so.
 
 Options:
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   -h, --help     show this
 """
 

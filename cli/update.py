@@ -1,25 +1,34 @@
-"""Change a running sandbox: what it may reach, its name, its labels, when it counts as idle.
+"""Change a running sandbox: what it may reach, its name, its labels, when it
+counts as idle.
 
 Usage:
-  sandbox-cli update [--allow=HOST]... [--deny=HOST]... [--allow-tcp=HOST:PORT]... [--label=KV]... [--unlabel=KEY]...
-                     [options] SANDBOX
+  sandbox-cli update [--allow=HOST]... [--deny=HOST]...
+              [--allow-tcp=HOST:PORT]... [--label=KV]... [--unlabel=KEY]...
+              [options] SANDBOX
 
-Only what is named changes, all of it or nothing. --allow, --allow-tcp and --deny add to what the sandbox has. Its
-lists start anew with --network or --no-baseline, as in `run`: from the server's names, or from none. Connections to
-what it may no longer reach are cut. --network none is for good: a sandbox without a network cannot be given one.
+Only what is named changes, all of it or nothing. --allow, --allow-tcp
+and --deny add to what the sandbox has. Its lists start anew with --network
+or --no-baseline, as in `run`: from the server's names, or from none.
+Connections to what it may no longer reach are cut. --network none is for good:
+a sandbox without a network cannot be given one.
 
 Options:
   --network=MODE         none, allowlist or open
-  --allow=HOST           a name it may reach on ports 80 and 443; may be given again
-  --allow-tcp=HOST:PORT  a name it may reach on another port; may be given again
-  --deny=HOST            a name it may not reach, whatever is allowed; may be given again
+  --allow=HOST           a name it may reach on ports 80 and 443; may be given
+                         again
+  --allow-tcp=HOST:PORT  a name it may reach on another port; may be given
+                         again
+  --deny=HOST            a name it may not reach, whatever is allowed; may be
+                         given again
   --no-baseline          only the names given here, none of the server's own
   --name=NAME            its new name; an empty one takes the name away
   --label=KV             K=V sets a label, K- removes it; may be given again
   --unlabel=KEY          removes a label; may be given again
-  --idle=TIME            end it after this long with no process and no request: seconds, or 30m, 2h; 0: never, where the
-                         server allows that
-  --context=C            which sandboxd: the name of a context (see `context`), or an address
+  --idle=TIME            end it after this long with no process and no request:
+                         seconds, or 30m, 2h; 0: never, where the server allows
+                         that
+  --context=C            which sandboxd: the name of a context (see `context`),
+                         or an address
   --json                 print the sandbox as the API's object
   -h, --help             show this
 """

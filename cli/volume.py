@@ -6,12 +6,15 @@ Usage:
   sandbox-cli volume rm [--context=C] NAME...
   sandbox-cli volume (-h | --help)
 
-`run --volume NAME:/path` mounts one, `NAME:/path:ro` only to read. One sandbox at a time may write to a volume, or any
-number may read it. `rm` deletes volumes with all that is in them, and stops at the first failure.
+`run --volume NAME:/path` mounts one, `NAME:/path:ro` only to read. One sandbox
+at a time may write to a volume, or any number may read it. `rm` deletes
+volumes with all that is in them, and stops at the first failure.
 
 Options:
-  --size=MIB     how much it can hold, in MiB (default: the server's size of a sandbox's disk)
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --size=MIB     how much it can hold, in MiB (default: the server's size of a
+                 sandbox's disk)
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   --json         print the API's objects
   -h, --help     show this
 """

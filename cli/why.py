@@ -3,11 +3,12 @@
 Usage:
   sandbox-cli why [options] ID
 
-Every refusal has an ID: it stands in the answer to a plain HTTP request, in sandboxd's log and in `egress`. What is
-printed last can be pasted.
+Every refusal has an ID: it stands in the answer to a plain HTTP request, in
+sandboxd's log and in `egress`. What is printed last can be pasted.
 
 Options:
-  --context=C    which sandboxd: the name of a context (see `context`), or an address
+  --context=C    which sandboxd: the name of a context (see `context`), or an
+                 address
   --json         print the API's object
   -h, --help     show this
 """

@@ -1,47 +1,63 @@
 """sandboxd: runs virtual machines for AI coding agents, behind one API.
 
 Usage:
-  sandboxd [--listen ADDRESS]... [--token-file FILE]... [--allowed-host NAME]...
-           [--insecure-registry HOST:PORT]... [--node-label LABEL]... [options]
+  sandboxd [--listen ADDRESS]... [--token-file FILE]...
+           [--allowed-host NAME]... [--insecure-registry HOST:PORT]...
+           [--node-label LABEL]... [options]
   sandboxd prepare [options]
   sandboxd --version
   sandboxd --help
 
-`prepare` builds the kernel, the guest runtime and the base image, and stops. Without it the daemon builds
-what is missing before it says ready. Sandboxes outlive the daemon and are taken back when it starts again.
+`prepare` builds the kernel, the guest runtime and the base image, and stops.
+Without it the daemon builds what is missing before it says ready. Sandboxes
+outlive the daemon and are taken back when it starts again.
 
 Options:
-  --listen ADDRESS     where the API is: unix:///path or HOST:PORT; may stand several times
-                       [root: unix:///run/sandboxd/sandboxd.sock; others: in $XDG_RUNTIME_DIR or
-                       ~/.config/sandbox]
-  --token-file FILE    holds a bearer token of at least 16 characters; with several files each one's will do.
-                       HOST:PORT needs one
-  --token-dir DIR      holds such files, one for each person; SIGHUP reads them and the certificates again
-  --tls-cert FILE      certificate chain, PEM; HOST:PORT needs it where HOST is no loopback address
+  --listen ADDRESS     where the API is: unix:///path or HOST:PORT; may stand
+                       several times [root: unix:///run/sandboxd/sandboxd.sock;
+                       others: in $XDG_RUNTIME_DIR or ~/.config/sandbox]
+  --token-file FILE    holds a bearer token of at least 16 characters; with
+                       several files each one's will do. HOST:PORT needs one
+  --token-dir DIR      holds such files, one for each person; SIGHUP reads them
+                       and the certificates again
+  --tls-cert FILE      certificate chain, PEM; HOST:PORT needs it where HOST is
+                       no loopback address
   --tls-key FILE       its private key, PEM
-  --client-ca FILE     clients must have a certificate of this authority, and still a token
-  --allowed-host NAME  a name or address by which clients reach the API, beside localhost; may stand several times
-  --state-dir DIR      records, disks and output
-                       [root: /var/lib/sandboxd; others: ~/.local/share/sandboxd]
-  --assets-dir DIR     kernel and images; several daemons may share it [assets in the state directory]
+  --client-ca FILE     clients must have a certificate of this authority, and
+                       still a token
+  --allowed-host NAME  a name or address by which clients reach the API, beside
+                       localhost; may stand several times
+  --state-dir DIR      records, disks and output [root: /var/lib/sandboxd;
+                       others: ~/.local/share/sandboxd]
+  --assets-dir DIR     kernel and images; several daemons may share it [assets
+                       in the state directory]
   --backend NAME       auto or qemu [default: auto]
   --end-sandboxes      end all sandboxes when the daemon stops
-  --uid-base N         as root: the first of 4096 uids for virtual machines, and two behind them [900000]
+  --uid-base N         as root: the first of 4096 uids for virtual machines,
+                       and two behind them [900000]
   --policy FILE        what sandboxes may have, as YAML [the built-in policy]
-  --default-image REF  what sandboxes start from unless they say otherwise; comes before the policy's
+  --default-image REF  what sandboxes start from unless they say otherwise;
+                       comes before the policy's
   --insecure-registry HOST:PORT
-                       a registry that is spoken to without TLS; may be given again
-  --allow-bind         let the user it runs as share directories of this host with sandboxes, as the policy's allow_bind
+                       a registry that is spoken to without TLS; may be given
+                       again
+  --allow-bind         let the user it runs as share directories of this host
+                       with sandboxes, as the policy's allow_bind
   --no-network         as root: give no sandbox a network
-  --audit-log FILE     where what was done is recorded, or none [audit/events.jsonl in the state directory]
+  --audit-log FILE     where what was done is recorded, or none
+                       [audit/events.jsonl in the state directory]
   --audit-required     refuse what cannot be recorded there
-  --metrics-listen HOST:PORT  serve /metrics for Prometheus there; loopback only, since it asks for no credential
-  --node-id ID         this machine's name; it becomes part of the ids of its sandboxes
+  --metrics-listen HOST:PORT  serve /metrics for Prometheus there; loopback
+                              only, since it asks for no credential
+  --node-id ID         this machine's name; it becomes part of the ids of its
+                       sandboxes
   --node-label LABEL   KEY=VALUE, told with the node; may be given again
   --capacity-cpus N    what the node says it has [all processors]
   --capacity-memory-mb N  likewise [all memory]
-  --capacity-disk-mb N    likewise [the size of the state directory's file system]
-  --build-dir DIR      where the native programs are [build beside this package, or libexec below the prefix]
+  --capacity-disk-mb N    likewise [the size of the state directory's file
+                          system]
+  --build-dir DIR      where the native programs are [build beside this
+                       package, or libexec below the prefix]
   --version            print the version and exit
   --help               print this and exit
 """

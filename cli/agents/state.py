@@ -3,7 +3,8 @@
 Usage:
   sandbox-cli agent state [options] [SANDBOX...]
 
-Without SANDBOX: of every sandbox that an agent was started in and that has not ended.
+Without SANDBOX: of every sandbox that an agent was started in and that has not
+ended.
 
   working     it was told something, or said something less than 30 s ago
   blocked     it said something and waits in its terminal
@@ -12,13 +13,16 @@ Without SANDBOX: of every sandbox that an agent was started in and that has not 
   failed      its process ended with another one
   suspended   its sandbox is suspended
   stopped     its sandbox has ended
-  unknown     none of these can be told, for instance where its session files are not understood
+  unknown     none of these can be told, for instance where its session files
+              are not understood
 
-It is told from times and from who spoke last in the session files of claude and codex, never from what was said.
+It is told from times and from who spoke last in the session files of claude
+and codex, never from what was said.
 
 Options:
   --why           say the reason, too
-  --context=C     which sandboxd: the name of a context (see `context`), or an address
+  --context=C     which sandboxd: the name of a context (see `context`), or an
+                  address
   --json          print it as a list of objects
   -h, --help      show this
 """

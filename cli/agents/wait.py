@@ -3,14 +3,16 @@
 Usage:
   sandbox-cli agent wait --state=STATE... [options] SANDBOX
 
-The states are those of `sandbox-cli agent state`. Exit code 0 when it is in one of those asked for; 2 when the time is
-over, with the last state on stderr; 1 when the sandbox has ended, unless `stopped` was asked for.
+The states are those of `sandbox-cli agent state`. Exit code 0 when it is in
+one of those asked for; 2 when the time is over, with the last state on stderr;
+1 when the sandbox has ended, unless `stopped` was asked for.
 
 Options:
   --state=STATE   what to wait for; may be given again
   --timeout=D     give up after so long, such as 90s or 10m (default: never)
   --every=D       how often to look, at least 200ms [default: 2s]
-  --context=C     which sandboxd: the name of a context (see `context`), or an address
+  --context=C     which sandboxd: the name of a context (see `context`), or an
+                  address
   --json          print it as an object
   -h, --help      show this
 """

@@ -6,15 +6,26 @@ import os
 from importlib import import_module
 from pathlib import Path
 
+import pytest
+
 from cli import __main__ as top
+from sandboxd import __main__ as daemon
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 MARK = "<!-- From here on written by `GOLDEN=write pytest tests/cli/test_docs.py`. -->\n"
 
 
+MODULES = {"sandbox-cli": top} | {name: import_module(path) for name, path in sorted(top.COMMANDS.items())}
+
+
 def usages() -> str:
-    modules = {"sandbox-cli": top} | {name: import_module(path) for name, path in sorted(top.COMMANDS.items())}
-    return "".join(f"\n## {name}\n\n```\n{str(module.__doc__).strip()}\n```\n" for name, module in modules.items())
+    return "".join(f"\n## {name}\n\n```\n{str(module.__doc__).strip()}\n```\n" for name, module in MODULES.items())
+
+
+@pytest.mark.parametrize("name", [*MODULES, "sandboxd"])
+def test_a_usage_text_fits_a_terminal_of_80_columns(name: str) -> None:
+    text = str((MODULES | {"sandboxd": daemon})[name].__doc__)
+    assert [line for line in text.splitlines() if len(line) > 79] == []
 
 
 def test_the_command_line_page_is_what_the_commands_say() -> None:
