@@ -155,7 +155,7 @@ def _run(argv: list[str]) -> int:
     if name in LATER:
         raise SandboxError(f"{name} is not built yet in this version")
     if name not in COMMANDS:
-        raise SandboxError(f"unknown command {clean(asked)!r}; see sandbox-cli --help")
+        raise SandboxError(f"unknown command {clean(asked)!r}; {_meant(name)}see sandbox-cli --help")
     module = import_module(COMMANDS[name])
     usage = str(module.__doc__)
     args: dict[str, Any]
@@ -175,6 +175,18 @@ def _run(argv: list[str]) -> int:
         raise SandboxError(wording.about(error.message, ref, args.get("--pid"))) from None
 
 
+def _meant(word: str) -> str:
+    """Which command it may have been."""
+    from difflib import get_close_matches
+
+    from cli.agents.table import AGENTS
+
+    if word in AGENTS or any(name.startswith(f"agent {word}") for name in COMMANDS):
+        return f"is it sandbox-cli agent {word}? "
+    near = get_close_matches(word, [*COMMANDS, *ALIASES], n=1, cutoff=0.6)
+    return f"is it sandbox-cli {near[0]}? " if near else ""
+
+
 def misuse(name: str, usage: str, argv: Sequence[str], fault: str) -> str:
     """What is wrong with arguments that do not fit `usage`, in one line."""
     ours = list(argv[: argv.index("--")] if "--" in argv else argv)
@@ -188,7 +200,7 @@ def misuse(name: str, usage: str, argv: Sequence[str], fault: str) -> str:
         first = fault.splitlines()[0] if fault else ""
         if first and not first.startswith(("Warning:", "Usage:")):
             what = clean(first)
-        elif not ours and "SANDBOX" in usage:
+        elif not ours and usage.count("\n  sandbox-cli ") <= 2 and re.search(r"\bSANDBOX\b", usage):
             what = "name a sandbox"
         elif "-- CMD" in usage and "--" not in argv:
             what = "the command goes after `--`"
@@ -200,10 +212,10 @@ def misuse(name: str, usage: str, argv: Sequence[str], fault: str) -> str:
 def _unfit(name: str, usage: str, given: Sequence[str]) -> str:
     """What is said of words that fit no line of the usage: the line they come closest to, where each is a form."""
     what = "an argument is missing, too many, or given twice"
-    lines = usage.partition("Usage:\n")[2].partition("\n\n")[0].splitlines()
-    if any(line.startswith("    ") for line in lines):
-        return what
-    forms = [line.strip() for line in lines if "--help" not in line]
+    text = usage.partition("Usage:\n")[2].partition("\n\n")[0]
+    # Of a form that goes on in the next line, what must be given is shown.
+    lines = [line.strip() for line in re.sub(r"\n {4,}", "\0", text).splitlines() if "--help" not in line]
+    forms = [re.sub(r"[ \0]\[[^]]*\](\.\.\.)?", "", line) if "\0" in line else line for line in lines]
     first = [re.sub(r" [\[A-Z].*", "", form.removeprefix(f"sandbox-cli {name}")) for form in forms]
     verbs = [re.findall("[a-z]+", words) for words in first]
     if len(forms) == 1:
@@ -213,7 +225,7 @@ def _unfit(name: str, usage: str, given: Sequence[str]) -> str:
     for form, words in zip(forms, verbs, strict=True):
         if set(words) & set(given[:1]):
             return f"{what}: {form}"
-    return f"say what to do: {', '.join(words[0] for words in verbs)}"
+    return f"say what to do: {', '.join(dict.fromkeys(words[0] for words in verbs))}"
 
 
 def _open_standard_streams() -> None:

@@ -48,6 +48,8 @@ def main(args: dict[str, Any]) -> int:
     if words[0] in ("-h", "--help"):
         sys.stdout.write(str(__doc__).strip() + "\n")
         return 0
+    if words[0].startswith("-"):
+        raise SandboxError("the agent's name comes first, the sandbox's flags behind it: sandbox-cli agent NAME --FLAG")
     agent = named(words[0])
     usage = str(run.__doc__)
     given = wrapper.split(words[1:], wrapper.flags(usage))
