@@ -384,7 +384,7 @@ def test_the_stand_in_too_ends_a_machine_that_nobody_wrote_down(own: Rig) -> Non
     own.kill()
     stray = own.state / "sandboxes" / "sbx_0000000000000000"
     stray.mkdir()
-    launch(stray)
+    launch(stray, None)
     (stray / "vm.json").unlink()
     own.start()
     until("it has ended", lambda: leftovers(own) == [])
