@@ -33,6 +33,8 @@ from sandboxd.termsafe import clean
 
 HEAD = ("NAME", "SIZE MIB", "ATTACHED TO", "CREATED")
 MAX_SIZE_MIB = 10**9
+_AGENTS = re.compile(r"agent-[a-z]+-[0-9a-f]{8}")
+"""The names that `agent` gives to the volumes it installs into."""
 _GIVEN = re.compile(r"(?P<name>[^:/]+):(?P<path>/[^:]*)(?::(?P<mode>ro|rw))?")
 
 
@@ -51,6 +53,9 @@ def given(specs: Sequence[str]) -> tuple[Mount, ...]:
         parts = _GIVEN.fullmatch(spec)
         if parts is None:
             raise SandboxError(f"--volume {clean(spec)}: it is NAME:/path, or NAME:/path:ro to read only")
+        if _AGENTS.fullmatch(parts["name"]) and parts["mode"] != "ro":
+            # What a run could write there, the next run of that agent would start.
+            raise SandboxError(f"--volume {clean(spec)}: runs start an agent from it; mount it to read only, with :ro")
         found.append(Mount(parts["name"], parts["path"], parts["mode"] == "ro"))
     return tuple(found)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from cli import volume
+from cli.agents import tools
+from cli.agents.table import AGENTS
 from sandboxd.client import Mount
 from sandboxd.errors import SandboxError
 from tests.cli.person import Person
@@ -47,6 +49,14 @@ def test_what_is_asked_for(spec: str, mount: Mount) -> None:
 def test_what_is_no_mount(spec: str) -> None:
     with pytest.raises(SandboxError, match="NAME:/path"):
         volume.given([spec])
+
+
+@pytest.mark.parametrize("name", [tools.volume(agent) for agent in AGENTS.values()])
+def test_what_runs_start_an_agent_from_is_given_to_read_only(name: str) -> None:
+    assert volume.given([f"{name}:/data:ro"]) == (Mount(name, "/data", True),)
+    for spec in (f"{name}:/data", f"{name}:/data:rw"):
+        with pytest.raises(SandboxError, match=":ro"):
+            volume.given([spec])
 
 
 def test_the_life_of_a_volume(person: Person) -> None:
