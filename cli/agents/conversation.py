@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sandboxd.errors import ApiError, SandboxError
@@ -182,8 +182,13 @@ def _time(value: object) -> float | None:
     if not isinstance(value, str):
         return None
     try:
-        at = datetime.fromisoformat(value)
-        return at.timestamp() if at.tzinfo else None
+        given = datetime.fromisoformat(value)
+        if given.tzinfo is None:
+            return None
+        at = given.timestamp()
+        # Its zone may put a time beyond the years there are; whoever writes it out again would fail.
+        datetime.fromtimestamp(at, UTC)
+        return at
     except (ValueError, OverflowError):
         return None
 

@@ -70,6 +70,15 @@ def item(kind: str, text: str, block: str) -> dict[str, Any]:
         pytest.param(claude("user", "x", timestamp=AT[:19]), Turn(USER, "x", None), id="a time without a zone"),
         pytest.param(claude("user", "x", timestamp=17), Turn(USER, "x", None), id="a number for a time"),
         pytest.param(claude("user", "x", timestamp="9" * 5000), Turn(USER, "x", None), id="an endless time"),
+        pytest.param(
+            claude("user", "x", timestamp="9999-12-31T23:59:59-00:01"), Turn(USER, "x", None), id="after the last year",
+        ),
+        pytest.param(
+            claude("user", "x", timestamp="9999-12-31T23:59:59.999999Z"), Turn(USER, "x", None), id="rounded past it",
+        ),
+        pytest.param(
+            claude("user", "x", timestamp="0001-01-01T00:00:00+23:59"), Turn(USER, "x", None), id="before the first",
+        ),
         pytest.param(claude("user", {"a": 1}), Turn(USER, "", NOW), id="content of another type"),
         pytest.param(claude("user", "y" * 9000), Turn(USER, "y" * 7999 + "…", NOW), id="a long prompt is cut"),
         pytest.param(claude("user", "x", isSidechain=True), None, id="between agents"),
