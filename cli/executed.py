@@ -207,6 +207,11 @@ def fit(path: str) -> Fit | None:
     return best.fit if best else None
 
 
+def link_fit(path: str) -> Fit | None:
+    """Like `fit`, of a symbolic link: what it leads to may be a directory, and is then what runs."""
+    return fit(path) or fit(f"{path}/_")
+
+
 def _fits(pattern: _Pattern, parts: tuple[str, ...]) -> bool:
     """Whether `parts` end as the pattern says."""
     return parts[-len(pattern.parts) :] == pattern.parts and (not pattern.top or len(parts) == len(pattern.parts))

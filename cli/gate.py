@@ -41,6 +41,7 @@ READ_BY = {
     ".gitmodules": manifests.gitmodules,
 }
 KIND_OF = {"package.json": "package", ".gitattributes": "git", ".gitmodules": "submodule"}
+PROJECT_FILE = ".sandbox.yaml"
 UNREAD = "its contents were not looked at"
 BEFORE_MERGE = "before you merge, look at what would run or act outside the sandbox"
 
@@ -81,6 +82,8 @@ class Entry(NamedTuple):
 
     @property
     def change(self) -> str:
+        if self.new_mode == "000000":
+            return "removed"
         return "added" if self.old_mode == "000000" else "changed"
 
 
@@ -153,15 +156,18 @@ def judge(found: Iterable[Entry], named: Mapping[str, str]) -> tuple[list[Findin
     questions: list[Entry] = []
     by_fold: dict[str, str] = {}
     for entry in found:
-        if entry.new_mode == "000000":
-            continue
         path = entry.path
+        if entry.new_mode == "000000":
+            # What is gone runs no more, but for a project's settings: without them the next run may do more.
+            if executed.folded(path).rpartition("/")[2] == PROJECT_FILE and (gone := executed.fit(path)):
+                findings.append(Finding(path, entry.change, *gone))
+            continue
         reasons = [("name", reason) for reason in lies(path)]
         twin = by_fold.setdefault(executed.folded(path), path)
         if twin != path:
             reasons.append(("name", f"where letter case does not count it is the same file as {_name(twin)}"))
         setting = setting_of(path, named)
-        fit = executed.fit(path)
+        fit = executed.link_fit(path) if entry.new_mode == LINK else executed.fit(path)
         if setting:
             reasons.append(("git", f"git's setting {clean(setting)} names it"))
         if entry.new_mode == SUBMODULE:

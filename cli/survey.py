@@ -127,7 +127,7 @@ class _Survey:
 
     def _file(self, fd: int, name: str, path: str, frame: Frame, status: os.stat_result) -> None:
         within = frame.within(path)
-        fit = executed.fit(within)
+        fit = executed.link_fit(within) if stat.S_ISLNK(status.st_mode) else executed.fit(within)
         setting = gate.setting_of(path, frame.named)
         if stat.S_ISLNK(status.st_mode):
             target = beneath.target(fd, name)

@@ -161,6 +161,8 @@ PLANTS: list[tuple[str, Change, tuple[str, str, str, str]]] = [
     ("installed packages", write("node_modules/a/index.js", "b"),
      ("node_modules", "changed", "package", "installed packages")),
     ("a new program", write("tools/new", "x", 0o755), ("tools/new", "added", "program", "run as a program")),
+    ("a link in the place of a directory that runs", link(".zed", "docs"),
+     (".zed", "added", "editor", "an editor obeys")),
     ("a link out of the directory", link("notes", "/home/alice/.ssh"),
      ("notes", "added", "link", "outside the repository")),
     ("a name that lies", write("a\u202egnp", ""), ("a\u202egnp", "added", "name", "do not show")),

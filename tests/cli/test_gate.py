@@ -336,6 +336,38 @@ def test_a_file_that_is_gone_runs_no_more_and_a_renamed_one_does(project: Path) 
     assert found(changed(project, change)) == [(".github/workflows/new.yml", "added", "ci")]
 
 
+def test_a_project_s_settings_that_are_gone_matter_for_the_next_run(project: Path) -> None:
+    write({".sandbox.yaml": "network: {mode: none}\n", "web/.sandbox.yaml": "", "a.txt": ""})(project)
+    git(project, "add", "-A")
+    git(project, "commit", "-qm", "before")
+
+    def change(top: Path) -> None:
+        for name in (".sandbox.yaml", "web/.sandbox.yaml", "a.txt"):
+            (top / name).unlink()
+
+    assert found(changed(project, change)) == [
+        (".sandbox.yaml", "removed", "agent"), ("web/.sandbox.yaml", "removed", "agent"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (".vscode", "editor"), (".VSCode", "editor"), (".husky", "hook"), ("web/.claude", "agent"),
+        ("CLAUDE.md", "agent"), (".github/workflows", "ci"), ("Makefile", "build"), ("notes", ""),
+    ],
+)  # fmt: skip
+def test_a_link_in_the_place_of_what_runs_is_listed_though_it_stays_inside(
+    project: Path, name: str, kind: str
+) -> None:
+    def change(top: Path) -> None:
+        write({"docs/x/tasks.json": "{}"})(top)
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        os.symlink("../" * name.count("/") + "docs/x", top / name)
+
+    assert found(changed(project, change)) == ([(name, "added", kind)] if kind else [])
+
+
 def test_new_programs_links_and_submodules(project: Path) -> None:
     write({"was.sh": "x"}, 0o755)(project)
     write({"becomes.sh": "x", "turns": "x"})(project)
