@@ -235,6 +235,10 @@ def _parse(record: object) -> Session:
         else:
             raise ValueError(f"{name} is not a list of texts")
         values[name] = value
+    path = values.get("repo", "")
+    if "\0" in path:
+        raise ValueError("repo is no path")
+    os.fsencode(path)  # what no path can be encoded from is a ValueError too
     try:
         return Session(**values)
     except TypeError:

@@ -69,6 +69,8 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
         ('{"mirrored": [1]}', "mirrored is not a list of texts"),
         ('{"extra": "\\u001b"}', "unknown extra"),
         ('{"sandbox":"sb-2","context":"","repo":"","base":"","branch":""}', "another sandbox"),
+        ('{"sandbox":"sb-1","context":"","repo":"/a\\u0000","base":"","branch":""}', "repo is no path"),
+        ('{"sandbox":"sb-1","context":"","repo":"/a\\ud800","base":"","branch":""}', "not a session record"),
         ("x" * (session.RECORD_BYTES + 1), "too large"),
     ],
 )
