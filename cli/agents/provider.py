@@ -30,13 +30,21 @@ def unreached(agent: Agent, env: Mapping[str, str], network: Network) -> Iterato
         if host in ("localhost", "::1") or host.startswith("127."):
             yield f"{name} sends {agent.name} to {host}: in the sandbox that is the sandbox itself, not this machine"
         elif port in WEB_PORTS.values() and not _open(network, host, network.allow or ()):
-            yield f"{name} sends {agent.name} to {host}, which this run may not reach: add --allow {host}"
+            yield f"{name} sends {agent.name} to {host}, {_remedy(network, '--allow', host)}"
         elif port not in WEB_PORTS.values() and not _open(network, f"{host}:{port}", network.allow_tcp):
             service = f"{host}:{port}"
-            yield f"{name} sends {agent.name} to {service}, which this run may not reach: add --allow-tcp {service}"
+            yield f"{name} sends {agent.name} to {service}, {_remedy(network, '--allow-tcp', service)}"
     for host in () if elsewhere else agent.hosts:
         if not _open(network, host, network.allow or ()):
-            yield f"{agent.name} works with {host}, which this run may not reach: add --allow {host}"
+            yield f"{agent.name} works with {host}, {_remedy(network, '--allow', host)}"
+
+
+def _remedy(network: Network, flag: str, what: str) -> str:
+    """A flag that names it is refused beside `none`, and changes nothing where the name is denied."""
+    if _fits(what.partition(":")[0], network.deny):
+        return "which this run may not reach: it is denied, whatever is allowed"
+    mode = "--network allowlist " if network.mode == "none" else ""
+    return f"which this run may not reach: {'use' if mode else 'add'} {mode}{flag} {what}"
 
 
 def _address(value: str) -> tuple[str, int]:

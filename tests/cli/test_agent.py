@@ -304,10 +304,16 @@ def test_its_provider_is_allowed(flags: tuple[str, ...], default: str, allow: li
         pytest.param("claude", {}, Network("allowlist", ("api.anthropic.com",)), "", id="it reaches its provider"),
         pytest.param("claude", {}, Network("allowlist", ("*.anthropic.com",)), "", id="below a name"),
         pytest.param("claude", {}, Network("open", None), "", id="it reaches everything"),
-        pytest.param("claude", {}, Network("allowlist", ("a.test",)), "--allow api.anthropic.com", id="it does not"),
-        pytest.param("claude", {}, Network("none", None), "--allow api.anthropic.com", id="it reaches nothing"),
         pytest.param(
-            "claude", {}, Network("open", None, ("*.anthropic.com",)), "--allow api.anthropic.com", id="it is denied"
+            "claude", {}, Network("allowlist", ("a.test",)), ": add --allow api.anthropic.com", id="it does not"
+        ),
+        pytest.param(
+            "claude", {}, Network("none", None), ": use --network allowlist --allow api.anthropic.com",
+            id="it reaches nothing, and naming a host beside none is refused",
+        ),
+        pytest.param(
+            "claude", {}, Network("open", None, ("*.anthropic.com",)), ": it is denied, whatever is allowed",
+            id="it is denied, and no flag allows it",
         ),
         pytest.param("goose", {}, Network("none", None), "", id="one with many providers"),
         pytest.param(
@@ -317,7 +323,15 @@ def test_its_provider_is_allowed(flags: tuple[str, ...], default: str, allow: li
         ),
         pytest.param(
             "claude", {"ANTHROPIC_BASE_URL": "http://models.test:8080"}, Network("allowlist", ("models.test",)),
-            "--allow-tcp models.test:8080", id="to another port",
+            ": add --allow-tcp models.test:8080", id="to another port",
+        ),
+        pytest.param(
+            "claude", {"ANTHROPIC_BASE_URL": "http://models.test:8080"}, Network("none", None),
+            ": use --network allowlist --allow-tcp models.test:8080", id="to another port, without a network",
+        ),
+        pytest.param(
+            "claude", {"ANTHROPIC_BASE_URL": "http://models.test:8080"}, Network("open", None, ("models.test",)),
+            ": it is denied, whatever is allowed", id="to another port of a name that is denied",
         ),
         pytest.param(
             "claude", {"ANTHROPIC_BASE_URL": "https://models.test:443"}, Network("allowlist", ("models.test",)), "",
