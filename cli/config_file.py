@@ -44,7 +44,7 @@ DEAD: Mapping[str, str] = {
     "ports": "use sandbox-cli tunnel SANDBOX PORT",
     "runtime": "every sandbox is a virtual machine; the server's --backend says which kind",
     "security": "the virtual machine is the boundary, and the server's policy file the limits",
-    "snapshot": "snapshots are made with the API",
+    "snapshot": "use run --snapshot-every, or sandbox-cli snapshot",
     "sync": "commits come back by themselves, or not with --no-bring-back",
     "user": "processes run as the user sandbox",
     "workdir": "it is /workspace in a repository, else /sandbox/home",

@@ -44,7 +44,7 @@ def _false(setting: str) -> Rule:
     return lambda value, config, wish: value is not True or getattr(config, setting) is not False
 
 
-# Every key that is read, by what a project may do with it; tests/cli/test_trust.py holds it to be complete.
+# Every key that is read, by what a project may do with it; tests/cli/test_config.py holds it to be complete.
 LIVE: Mapping[str, Rule] = {
     "image": _never,
     "env": _never,
