@@ -43,7 +43,7 @@ def test_the_command_line_page_is_what_the_commands_say() -> None:
     assert PAGE.read_text() == page, "run GOLDEN=write pytest tests/cli/test_docs.py and look at the difference"
 
 
-PAGES = sorted(set((ROOT / "docs").glob("*.md")) - {PAGE})
+PAGES = sorted({*(ROOT / "docs").glob("*.md"), ROOT / "README.md"} - {PAGE})
 LINE = re.compile(r"^(?: {4,}|)(?:[$#] )?(?:sudo )?(sandbox-cli [^#\n]*?)(?: +#.*)?$", re.MULTILINE)
 QUOTED = re.compile(r"`(sandbox-cli [^`]+)`")
 TYPED = [(page.name, line) for page in PAGES for line in LINE.findall(page.read_text())]
