@@ -70,7 +70,6 @@ class Run:
             raise SandboxError("--checkpoint-every: not in a git repository, so there is nothing to take one of")
         self._watch: bind.Watch | None = None
         self._keep = asked.keep
-        self._left = False
         self._sandbox_id = ""
         self._ref = ""
         self._tools: Tools | None = None

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from cli import private
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
 
@@ -76,7 +77,7 @@ def prepare(config_dir: Path) -> None:
     """Raises `SessionError` where `save` would: a run whose record could not be kept is not begun."""
     path = config_dir / "sessions"
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private.prepare(str(path))
     except OSError as error:
         raise SessionError(f"{clean(str(path))} cannot be made: {error.strerror}") from None
     if not os.access(path, os.W_OK | os.X_OK):
@@ -96,7 +97,7 @@ def hold(config_dir: Path, session: Session) -> int:
     """Like `save`; for as long as the descriptor it returns is open, `is_held` says that its writer lives."""
     path = _path(config_dir, session.key)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private.prepare(str(path.parent))
         descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -21,12 +21,12 @@ import signal
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from enum import Enum
 from threading import Thread
 
-from cli import terminal
+from cli import terminal, wakeup
 from cli.screen import Screen
 from sandboxd.client import Attachment, Frame, exit_code, frame, resize
 from sandboxd.errors import SandboxError
@@ -61,34 +61,16 @@ def follow(
     """
     with ExitStack() as stack:
         stack.enter_context(attachment)
-        wakeup = stack.enter_context(_signals(tty))
+        caught = wakeup.ENDING + ((signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT) if tty else ())
+        signals = stack.enter_context(wakeup.descriptor(caught))
         raw = stack.enter_context(terminal.Raw(0)) if tty else None
-        joined = _Joined(attachment, send_signal, wakeup, raw, role)
+        joined = _Joined(attachment, send_signal, signals, raw, role)
         try:
             return joined.run()
         except Detached:
             return None
         finally:
             joined.tidy()
-
-
-@contextmanager
-def _signals(tty: bool) -> Iterator[int]:
-    """A descriptor that yields the numbers of arrived signals, one byte each."""
-    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    caught = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    if tty:
-        caught += [signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT]
-    before = {number: signal.signal(number, lambda *_: None) for number in caught}
-    old = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    try:
-        yield read
-    finally:
-        signal.set_wakeup_fd(old)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(read)
-        os.close(write)
 
 
 class _Joined:

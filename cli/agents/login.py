@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from cli import place
+from cli import place, private
 from cli.agents.table import Agent
 from sandboxd.errors import NotFound, SandboxError
 from sandboxd.termsafe import clean
@@ -179,7 +179,7 @@ def _directory(agent: Agent, name: str, *, make: bool = False) -> Iterator[int]:
     its middle."""
     top = place.config_dir()
     if make:
-        os.makedirs(top, mode=0o700, exist_ok=True)
+        private.prepare(top)
     at = os.open(top, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in ("agents", agent.name, *name.split("/")[:-1]):

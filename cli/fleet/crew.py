@@ -15,9 +15,10 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
+from cli import session, wakeup
 from cli.fleet import plain, state
 from cli.fleet.state import Store
 from cli.fleet.task import Order
@@ -43,17 +44,17 @@ class Crew:
 
     def work(self) -> None:
         """Until every task that was started has ended."""
-        with _signals() as wakeup, Status() as status:
+        with wakeup.descriptor(wakeup.ENDING) as signals, Status() as status:
             while self._running or (self._waiting and not self._stopped):
                 while self._waiting and not self._stopped and len(self._running) < self._at_once:
                     self._start(self._waiting.popleft())
                 status.say(self._line())
                 poll = select.poll()
-                for fd in (wakeup, *self._running):
+                for fd in (signals, *self._running):
                     poll.register(fd, select.POLLIN)
                 for fd, _ in poll.poll(TICK_MS):
-                    if fd == wakeup:
-                        self._interrupt(len(os.read(wakeup, 64)))
+                    if fd == signals:
+                        self._interrupt(len(os.read(signals, 64)))
                     else:
                         self._end(fd)
 
@@ -88,11 +89,11 @@ class Crew:
         task = fleet.task(order.branch) if fleet else None
         if task is not None and task.state == state.RUNNING:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}, see its log"
-            self._store.change(order.branch, state=state.LOST, detail=f"its process {how}", ended=state.now())
+            self._store.change(order.branch, state=state.LOST, detail=f"its process {how}", ended=session.now())
             self._ended[state.LOST] += 1
         elif task is not None and task.state == state.WAITING and not self._stopped:
             detail = "its process did not come up: see its log"
-            self._store.change(order.branch, state=state.FAILED, detail=detail, ended=state.now())
+            self._store.change(order.branch, state=state.FAILED, detail=detail, ended=session.now())
             self._ended[state.FAILED] += 1
         elif task is not None:
             self._ended[task.state] += 1
@@ -105,20 +106,3 @@ class Crew:
         took = int(time.monotonic() - self._began)
         # The time would make each line a new one where lines are kept.
         return f"fleet: {stopping}{parts}" + (f"  {took // 60}:{took % 60:02}" if os.isatty(2) else "")
-
-
-@contextmanager
-def _signals() -> Iterator[int]:
-    """A descriptor with a byte for every INT, TERM or HUP that arrives."""
-    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda *_: None) for number in caught}
-    old = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    try:
-        yield read
-    finally:
-        signal.set_wakeup_fd(old)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(read)
-        os.close(write)

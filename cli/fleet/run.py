@@ -126,6 +126,6 @@ def _record(orders: Sequence[Order], repo: Repository, where: str, refs: Mapping
     )  # fmt: skip
     pid = os.getpid()
     return Fleet(
-        repo=str(repo.top), base=repo.head_commit, on=repo.branch or "", context=where, started=state.now(), pid=pid,
+        repo=str(repo.top), base=repo.head_commit, on=repo.branch or "", context=where, started=session.now(), pid=pid,
         born=state.born(pid), tasks=tasks,
     )  # fmt: skip

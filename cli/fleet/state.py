@@ -91,10 +91,6 @@ def truth(fleet: Fleet, alive: Callable[[int, str], bool]) -> Fleet:
     return replace(fleet, tasks=tuple(map(right, fleet.tasks)))
 
 
-def now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
 def born(pid: int) -> str:
     """When a process started, in a way no other process of that number has; "" where there is none."""
     try:

@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli import show, stream
+from cli import session, show, stream
 from cli.fleet import plain, state
 from cli.fleet.plans import REJECTED
 from cli.fleet.state import Store
@@ -57,7 +57,7 @@ def main() -> int:
 def work(store: Store, order: Order) -> int:
     """Nothing is made before the record says that this process is at work."""
     pid = os.getpid()
-    store.change(order.branch, state=state.RUNNING, pid=pid, born=state.born(pid), started=state.now())
+    store.change(order.branch, state=state.RUNNING, pid=pid, born=state.born(pid), started=session.now())
     outcome: Outcome | None = None
     became, detail, code = state.FAILED, "", 1
     try:
@@ -86,7 +86,7 @@ def work(store: Store, order: Order) -> int:
         brought = outcome or Outcome(code, "")
         store.change(
             order.branch, state=became, code=code, commit=brought.commit or "", commits=brought.commits,
-            detail=clean(detail)[:DETAIL], ended=state.now(),
+            detail=clean(detail)[:DETAIL], ended=session.now(),
         )  # fmt: skip
     return code
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ JSON = {"Content-Type": "application/json"}
 MAX_ACTS = 12
 
 
-class Model:
+class Model(ABC):
     """One vendor's API. `requests` are those a model answered, `asked` all of them, as (method, path, headers)."""
 
     def __init__(self) -> None:
@@ -32,12 +33,13 @@ class Model:
         self.asked.append((request.method, request.path, request.headers))
         return self.answer(request)
 
+    @abstractmethod
     def answer(self, request: Request) -> Reply:
-        raise NotImplementedError
+        """What the vendor's server would say, to this request."""
 
+    @abstractmethod
     def outcomes(self, body: Mapping[str, Any]) -> list[str]:
         """What came of the acts so far, as the agent tells it."""
-        raise NotImplementedError
 
     def next(self, body: Mapping[str, Any]) -> Act:
         self.requests.append(body)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cli import place
+from cli import place, session
 from cli.fleet import land, state
 from cli.fleet.state import Fleet, Store, Task
 from sandboxd.errors import SandboxError
@@ -33,7 +33,7 @@ class Ground:
         self.base = git(self.top, "rev-parse", "HEAD").strip()
         self.store = Store.of(place.config_dir(), self.top / ".git")
         self.store.prepare()
-        self.store.write(Fleet(str(self.top), self.base, "main", "unix:///s", state.now(), 0, "", ()))
+        self.store.write(Fleet(str(self.top), self.base, "main", "unix:///s", session.now(), 0, "", ()))
 
     def bring(self, branch: str, files: dict[str, str | None], became: str = state.VERIFIED, **fields: Any) -> str:
         """`files` with their contents, None for one that goes."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cli import session
 from cli.fleet import state
 from cli.fleet.state import Fleet, StateError, Store, Task
 from sandboxd.errors import SandboxError
@@ -22,7 +23,7 @@ OURS = os.getpid(), state.born(os.getpid())
 
 
 def fleet(*tasks: Task, pid: int = 0, born: str = "") -> Fleet:
-    return Fleet("/r", "f" * 40, "main", "unix:///s", state.now(), pid, born, tasks)
+    return Fleet("/r", "f" * 40, "main", "unix:///s", session.now(), pid, born, tasks)
 
 
 def a_task(branch: str = "a", **fields: object) -> Task:
