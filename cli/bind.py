@@ -41,13 +41,17 @@ def given(args: Mapping[str, Any], environ: Mapping[str, str]) -> Bind | None:
     return Bind(whole, read_only)
 
 
-def check(client: Client, offer: Capabilities) -> None:
-    """Raises where this server cannot share a directory of this machine."""
+def check_endpoint(client: Client) -> None:
+    """Raises where there is no need to ask: a server that is not on this machine."""
     if not client.endpoint.socket_path:
         raise SandboxError(
             f"--bind: {clean(client.path)} is reached over the network; only a sandboxd on a unix socket of this "
             "machine shares its directories"
         )
+
+
+def check_offer(offer: Capabilities) -> None:
+    """Raises where this server shares no directory."""
     if not offer.capabilities.get(CAPABILITY):
         raise SandboxError(
             "this sandboxd shares no directories: it does with `sandboxd --allow-bind` (policy: allow_bind: true), and "

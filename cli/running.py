@@ -82,11 +82,13 @@ class Run:
         if endpoint.note:
             show.note(endpoint.note)
         wanted = asked.create
+        if wanted.bind:
+            bind.check_endpoint(client)
         asks = wanted.volumes or wanted.bind or asked.agent or asked.snapshots
         if self._repo or not asked.network.nothing or asks:
             offer = client.capabilities()
             if wanted.bind:
-                bind.check(client, offer)
+                bind.check_offer(offer)
             check_offer(
                 offer, workspace=self._repo is not None, volumes=bool(wanted.volumes), snapshots=asked.snapshots
             )
