@@ -208,8 +208,12 @@ def fit(path: str) -> Fit | None:
 
 
 def link_fit(path: str) -> Fit | None:
-    """Like `fit`, of a symbolic link: what it leads to may be a directory, and is then what runs."""
-    return fit(path) or fit(f"{path}/_")
+    """Like `fit`, of a symbolic link: what it leads to may be a directory that runs, or holds what does."""
+    if found := fit(path) or fit(f"{path}/_"):
+        return found
+    parts = tuple(folded(path).split("/"))
+    holding = [pattern for pattern in _HOLDERS.get(parts[-1], ()) if _fits(pattern, parts)]
+    return min(holding, key=lambda pattern: pattern.order).fit if holding else None
 
 
 def _fits(pattern: _Pattern, parts: tuple[str, ...]) -> bool:
@@ -237,3 +241,9 @@ def _read() -> tuple[dict[str, list[_Pattern]], dict[str, list[_Pattern]], re.Pa
 
 
 _DIRECTORIES, _FILES, _WILD = _read()
+# The directories in which a pattern of several parts is looked for, by their last part.
+_HOLDERS: dict[str, list[_Pattern]] = {}
+for _pattern in (one for table in (_DIRECTORIES, _FILES) for patterns in table.values() for one in patterns):
+    for _length in range(1, len(_pattern.parts)):
+        _above = _pattern.parts[:_length]
+        _HOLDERS.setdefault(_above[-1], []).append(_pattern._replace(parts=_above))

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import IO, Any, NamedTuple
 
-from cli import executed, gitconfig, githard, manifests
+from cli import aliases, executed, gitconfig, githard, manifests
+from cli.aliases import Aliases
 from cli.githard import Bounds, GitError
 from cli.repository import Repository
 from sandboxd.termsafe import clean
@@ -29,6 +30,7 @@ LISTED = 1000  # findings kept; the rest is counted
 DIFF = Bounds(time_s=120, file_bytes=512 * 2**20)
 PIECE = 1024 * 1024
 QUESTIONS = 2000
+LINKS = 2000
 CONTENT_BYTES = 1024 * 1024
 CONTENTS = Bounds(time_s=120, output_bytes=128 * 2**20)
 LINK_BYTES = 4096  # PATH_MAX: a longer target makes no link
@@ -97,14 +99,15 @@ def review(repo: Repository, base: str, commit: str, bounds: Bounds = DIFF) -> R
         with tempfile.TemporaryFile(prefix="sandbox-") as raw:
             unseen = _diff(repo, base, commit, raw, bounds)
             raw.seek(0)
-            findings, questions = judge(entries(raw), named)
+            others, unfollowed = _links(repo, commit, bounds)
+            findings, questions = judge(entries(raw), named, others)
         if len(questions) > QUESTIONS:
             findings += [Finding(e.path, e.change, _kind(e), UNREAD) for e in questions[QUESTIONS:]]
             questions = questions[:QUESTIONS]
         found = findings + answers(questions, _contents(repo, questions))
     except GitError as error:
         return Review(unseen=str(error))
-    return listed(found, unseen)
+    return listed(found, unseen or unfollowed)
 
 
 def listed(found: Iterable[Finding], unseen: str) -> Review:
@@ -147,10 +150,13 @@ def entries(raw: IO[bytes]) -> Iterator[Entry]:
         yield Entry(old_mode, new_mode, old, new, os.fsdecode(path))
 
 
-def judge(found: Iterable[Entry], named: Mapping[str, str]) -> tuple[list[Finding], list[Entry]]:
+def judge(
+    found: Iterable[Entry], named: Mapping[str, str], others: Aliases = aliases.NONE
+) -> tuple[list[Finding], list[Entry]]:
     """By names and modes: findings, and the entries whose contents decide.
 
-    `named` are paths, of files or directories, that a setting of git names, with the setting.
+    `named` are paths, of files or directories, that a setting of git names, with the setting; `others` says under which
+    names a file can be read too.
     """
     findings: list[Finding] = []
     questions: list[Entry] = []
@@ -180,8 +186,23 @@ def judge(found: Iterable[Entry], named: Mapping[str, str]) -> tuple[list[Findin
             reasons.append(("program", "it can be run as a program now"))
         if fit and entry.new_mode == LINK:
             reasons.append(fit)
+        if not (fit or setting) and (led := _led_to(path, named, others)):
+            reasons.append(led)
         findings += [Finding(path, entry.change, kind, reason) for kind, reason in reasons]
     return findings, questions
+
+
+def _led_to(path: str, named: Mapping[str, str], others: Aliases) -> tuple[str, str] | None:
+    """Who runs or obeys the file by another name of it."""
+    for other in others.of(path):
+        shown = _name(other)
+        if setting := setting_of(other, named):
+            return "git", f"{shown} leads to it, and git's setting {clean(setting)} names that"
+        if fit := executed.fit(other):
+            return fit.kind, f"{shown} leads to it: {fit.reason}"
+        if last(other) in KIND_OF:
+            return KIND_OF[last(other)], f"{shown} leads to it"
+    return None
 
 
 def answers(questions: Sequence[Entry], contents: Mapping[str, bytes]) -> list[Finding]:
@@ -259,6 +280,28 @@ def _diff(repo: Repository, base: str, commit: str, raw: IO[bytes], bounds: Boun
     return ""
 
 
+def _links(repo: Repository, commit: str, bounds: Bounds) -> tuple[Aliases, str]:
+    """The links of a commit; and what was said where not all of them are followed."""
+    named: dict[str, str] = {}
+    unfollowed = ""
+    with tempfile.TemporaryFile(prefix="sandbox-") as listing:
+        try:
+            githard.run(repo.place, "ls-tree", "-r", "-z", commit, stdout=listing, bounds=bounds)
+        except GitError as error:
+            unfollowed = str(error)
+        listing.seek(0)
+        for entry in _fields(listing):
+            if entry.startswith(b"120000 "):
+                head, _, path = entry.partition(b"\t")
+                named[os.fsdecode(path)] = head.split(b" ")[2].decode("ascii", "replace")
+    if len(named) > LINKS:
+        unfollowed = f"it has {len(named)} symbolic links, and {LINKS} were followed"
+    named = dict(list(named.items())[:LINKS])
+    contents = _blobs(repo, dict.fromkeys(named.values(), LINK_BYTES))
+    targets = {path: os.fsdecode(contents[name]) for path, name in named.items() if name in contents}
+    return Aliases(targets), unfollowed
+
+
 def _contents(repo: Repository, questions: Sequence[Entry]) -> dict[str, bytes]:
     """The blobs that decide, but for those that are too large."""
     wanted: dict[str, int] = {}
@@ -266,6 +309,11 @@ def _contents(repo: Repository, questions: Sequence[Entry]) -> dict[str, bytes]:
         for mode, name in ((entry.old_mode, entry.old), (entry.new_mode, entry.new)):
             if mode[:2] in ("10", "12"):
                 wanted[name] = LINK_BYTES if mode == LINK else CONTENT_BYTES
+    return _blobs(repo, wanted)
+
+
+def _blobs(repo: Repository, wanted: Mapping[str, int]) -> dict[str, bytes]:
+    """Contents by name, of those that have no more than the bytes that stand with it."""
     if not wanted:
         return {}
     asked = "".join(f"{name}\n" for name in wanted).encode()

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cli import executed, fate, gate, gitconfig, manifests, recover, repository
+from cli import aliases, executed, fate, gate, gitconfig, manifests, recover, repository
+from cli.aliases import Aliases
 from cli.fate import Held, Seen, State
 from cli.gate import Finding, Review
 from cli.githard import Bounds
@@ -355,6 +356,7 @@ def test_a_project_s_settings_that_are_gone_matter_for_the_next_run(project: Pat
     [
         (".vscode", "editor"), (".VSCode", "editor"), (".husky", "hook"), ("web/.claude", "agent"),
         ("CLAUDE.md", "agent"), (".github/workflows", "ci"), ("Makefile", "build"), ("notes", ""),
+        (".github", "agent"), (".cargo", "package"), ("x/.gith", ""),
     ],
 )  # fmt: skip
 def test_a_link_in_the_place_of_what_runs_is_listed_though_it_stays_inside(
@@ -365,7 +367,75 @@ def test_a_link_in_the_place_of_what_runs_is_listed_though_it_stays_inside(
         (top / name).parent.mkdir(parents=True, exist_ok=True)
         os.symlink("../" * name.count("/") + "docs/x", top / name)
 
-    assert found(changed(project, change)) == ([(name, "added", kind)] if kind else [])
+    listed = found(changed(project, change))
+    assert [one for one in listed if one[0] == name] == ([(name, "added", kind)] if kind else [])
+
+
+LED = [
+    pytest.param("CLAUDE.md", "docs/n.txt", "docs/n.txt", "agent", id="a file"),
+    pytest.param(".vscode", "docs/v", "docs/v/tasks.json", "editor", id="a directory"),
+    pytest.param(".github", "docs", "docs/workflows/x.yml", "ci", id="a directory that holds it"),
+    pytest.param("x/y/Makefile", "../../docs/m", "docs/m", "build", id="from below"),
+    pytest.param("package.json", "docs/p", "docs/p", "package", id="one whose contents would decide"),
+    pytest.param("all", ".", "hello", "", id="the top itself, and nothing that runs"),
+    pytest.param("notes", "docs/n.txt", "docs/n.txt", "", id="a link that nothing runs"),
+    pytest.param("CLAUDE.md", "../docs/n.txt", "docs/n.txt", "", id="one that leaves the tree"),
+    pytest.param("Makefile", "Makefile", "docs/n.txt", "", id="one that leads to itself"),
+]
+
+
+@pytest.mark.parametrize(("link", "target", "path", "kind"), LED)
+def test_what_an_unchanged_link_leads_to_is_listed_as_what_runs(
+    project: Path, link: str, target: str, path: str, kind: str
+) -> None:
+    (project / link).parent.mkdir(parents=True, exist_ok=True)
+    os.symlink(target, project / link)
+    write({path: "before"})(project)
+    git(project, "add", "-A")
+    git(project, "commit", "-qm", "before")
+    assert found(changed(project, write({path: "after"}))) == ([(path, "changed", kind)] if kind else [])
+
+
+def test_a_file_that_gits_setting_names_through_a_link(project: Path) -> None:
+    os.symlink("docs/h", project / "hooks")
+    write({"docs/h/x": "before"})(project)
+    git(project, "add", "-A")
+    git(project, "commit", "-qm", "before")
+    git(project, "config", "core.hooksPath", "hooks")
+    assert found(changed(project, write({"docs/h/x": "after"}))) == [("docs/h/x", "changed", "git")]
+
+
+@pytest.mark.parametrize(
+    ("links", "path", "names"),
+    [
+        ({"a": "b", "b": "c"}, "c/d", {"a/d", "b/d"}),
+        ({"a": "d", "d/e": "../f"}, "f/x", {"d/e/x", "a/e/x"}),
+        ({"a": "b/../c"}, "c", {"a"}),
+        ({"a": "/c", "b": "../c", "c": "d", "d": "c"}, "c", set()),
+        ({"a": "b"}, "bc", set()),
+        ({"x/\udcff": "../c"}, "c", {"x/\udcff"}),
+    ],
+    ids=["two hops", "a link below a link", "up and down", "nowhere", "a name that only begins so", "no text"],
+)
+def test_the_other_names_of_a_file(links: dict[str, str], path: str, names: set[str]) -> None:
+    assert set(Aliases(links).of(path)) == names
+
+
+def test_links_to_the_top_give_no_names_without_end() -> None:
+    links = {name: "." for name in "abcdefgh"} | {"deep/" * 500 + "x": "../" * 500}
+    assert len(list(Aliases(links).of("Makefile"))) <= aliases.NAMES
+    long = {f"{number}": f"{number + 1}" for number in range(1000)}
+    began = time.monotonic()
+    assert list(Aliases(long).of("1000"))
+    assert time.monotonic() - began < 10
+
+
+def test_more_links_than_are_followed_is_said(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "LINKS", 2)
+    for number in range(3):
+        os.symlink("hello", project / f"l{number}")
+    review = changed(project, lambda top: None)
+    assert review.unseen == "it has 3 symbolic links, and 2 were followed"
 
 
 def test_new_programs_links_and_submodules(project: Path) -> None:
