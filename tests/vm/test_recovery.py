@@ -17,7 +17,7 @@ from sandboxd.vm import jail, processes, recovery
 
 INSTANCE = f"test-recovery-{os.getpid()}"
 ID = "sbx_0123456789abcdef"
-UID = 4243 if os.geteuid() == 0 else None      # no account of this machine
+UID = 4243 if os.geteuid() == 0 else None  # no account of this machine
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def volume(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "volume.ext4"
     anyio.run(make, path, 64, "volume", 1001, "the volume")
     with path.open("r+b") as file:
-        file.seek(1024 + 0x60)      # s_feature_incompat
+        file.seek(1024 + 0x60)  # s_feature_incompat
         (flags,) = struct.unpack("<I", file.read(4))
         file.seek(1024 + 0x60)
         file.write(struct.pack("<I", flags | 4))

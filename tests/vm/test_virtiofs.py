@@ -339,7 +339,7 @@ def test_a_host_without_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 def test_a_host_without_user_namespaces_says_so() -> None:
     """The limit is of a user namespace of the test's own, below which there can be none."""
     code = ASKS.format(instance_of("none"))
-    script = f"echo 0 > /proc/sys/user/max_user_namespaces && exec {sys.executable} -c \"{code}\""
+    script = f'echo 0 > /proc/sys/user/max_user_namespaces && exec {sys.executable} -c "{code}"'
     ran = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script], cwd=ROOT, capture_output=True,
         text=True, check=False, timeout=60,
