@@ -53,10 +53,8 @@ def check_endpoint(client: Client) -> None:
 def check_offer(offer: Capabilities) -> None:
     """Raises where this server shares no directory."""
     if not offer.capabilities.get(CAPABILITY):
-        raise SandboxError(
-            "this sandboxd shares no directories: it does with `sandboxd --allow-bind` (policy: allow_bind: true), and "
-            "says when it starts if this machine lacks what that takes"
-        )
+        why = offer.lacking.get(CAPABILITY) or "it takes `sandboxd --allow-bind` (policy: allow_bind: true)"
+        raise SandboxError(f"--bind: this sandboxd shares no directories: {clean(why)}")
 
 
 def notes(bind: Bind) -> Iterator[str]:

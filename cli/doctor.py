@@ -24,6 +24,7 @@ Options:
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -74,14 +75,15 @@ class Report:
         self._quiet = quiet
         self.found: dict[str, Any] = {}
         self._failed: list[str] = []
+        self._undeliverable = ""
 
     def add(self, part: str, fact: Fact) -> None:
         key, value = fact
         if not self._quiet:
             if part not in self.found:
                 sys.stdout.write(f"{part}\n")
-            for number, line in enumerate(_lines(value)):
-                sys.stdout.write(f"  {('' if number else key).ljust(KEY_WIDTH)}{clean(line)}\n")
+            for number, line in enumerate(fitted(_lines(value))):
+                sys.stdout.write(f"  {('' if number else key).ljust(KEY_WIDTH)}{line}\n")
             sys.stdout.flush()
         self.found.setdefault(part, {})[key] = value
         if isinstance(value, str) and value.startswith(trial.FAILED):
@@ -91,7 +93,7 @@ class Report:
         """A profile that was asked for, and why a run with it cannot be had."""
         self.add("sandboxd", (f"profile {wanted}", [f"CANNOT be had: {why}" for why in lacks] or "can be had"))
         if lacks:
-            self.fail(f"profile {wanted} cannot be had here: {'; '.join(lacks)}")
+            self._undeliverable = f"no run with profile {wanted} can be had here: see above, profile {wanted}"
 
     def fail(self, error: str) -> None:
         self.found["error"] = error
@@ -102,6 +104,8 @@ class Report:
     def end(self) -> int:
         if self._failed and "error" not in self.found:
             self.fail(f"a sandbox's network is not what it should be: {', '.join(self._failed)}")
+        elif self._undeliverable and "error" not in self.found:
+            self.fail(self._undeliverable)
         if self._quiet:
             show.as_json(self.found)
         return 1 if "error" in self.found else 0
@@ -159,6 +163,8 @@ def offer(found: Capabilities) -> Iterator[Fact]:
     yield "backend", found.backend
     yield "api", found.api_version
     yield "capabilities", sorted(name for name, on in found.capabilities.items() if on)
+    if found.lacking:
+        yield "without", [f"{name}: {why}" for name, why in sorted(found.lacking.items())]
     yield "limits", dict(sorted(found.limits.items()))
     yield "network default", found.network_default.mode
     if found.network_default.allow:
@@ -238,6 +244,14 @@ class Neighbour:
             self._found = create(self._client, self._asked, _Silent())
         except SandboxError as error:
             self._found = str(error)
+
+
+def fitted(lines: list[str]) -> Iterator[str]:
+    """Safe, and broken between words where the terminal ends."""
+    width = show.columns()
+    for line in map(clean, lines):
+        room = len(line) if width is None else max(width - KEY_WIDTH - 2, KEY_WIDTH)
+        yield from textwrap.wrap(line, room or 1, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _lines(value: str | list[str] | dict[str, int]) -> list[str]:

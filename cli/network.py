@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cli import show
 from sandboxd.client import Capabilities, Network, NetworkRequest
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
@@ -24,12 +25,17 @@ NO_NETWORK = (
 
 _NO_AGENT = "an agent needs a network, and this sandboxd gives sandboxes none: its ceiling is none"
 _ROOT = "start one without --no-network, under a policy that permits one: sandboxd &"
-_OTHERS = (
-    "root's does. Start it: umask 077; openssl rand -hex 24 >~/.sandbox-token; "
-    "sudo install -m 600 ~/.sandbox-token /etc/sandbox-token; "
-    'sudo "$(command -v sandboxd)" --listen 127.0.0.1:7070 --token-file /etc/sandbox-token & '
-    "Then use it: export SANDBOX_CONTEXT=http://127.0.0.1:7070 SANDBOX_TOKEN_FILE=~/.sandbox-token"
-)
+_OTHERS = "use root's, as said above"
+_HOW = "to start one that gives a network, and use it in this shell:"
+# On a port that only root may listen on: else whoever does while it is down is sent the token.
+_COMMANDS = """\
+    (umask 077; head -c 24 /dev/urandom | base64 > ~/.sandbox-token)
+    sudo install -m 600 ~/.sandbox-token /etc/sandbox-token
+    sudo "$(command -v sandboxd)" --listen 127.0.0.1:729 \\
+         --token-file /etc/sandbox-token &
+    export SANDBOX_CONTEXT=http://127.0.0.1:729
+    export SANDBOX_TOKEN_FILE=~/.sandbox-token
+"""
 
 
 class Wanted(NamedTuple):
@@ -120,8 +126,11 @@ def of_run(asked: Wanted, offer: Capabilities, also: Sequence[str] = ()) -> Netw
 
 
 def for_agents(offer: Capabilities, uid: int) -> None:
-    """Raises where no agent could work, with what to do about it."""
+    """Raises where no agent could work, with what to do about it: commands are lines of their own, to be pasted."""
     if offer.network_ceiling == "none":
+        if uid:
+            show.note(_HOW)
+            show.error(_COMMANDS)
         raise SandboxError(f"{_NO_AGENT}; {_OTHERS if uid else _ROOT}")
 
 

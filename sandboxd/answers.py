@@ -109,6 +109,7 @@ class Capabilities(NamedTuple):
     network_may_allow_tcp: tuple[str, ...] = ()
     registries: tuple[str, ...] = ()
     registries_tcp: tuple[str, ...] = ()
+    lacking: Mapping[str, str] = {}
 
 
 class EgressName(NamedTuple):
@@ -323,6 +324,7 @@ def capabilities(raw: Mapping[str, Any]) -> Capabilities:
         network_may_allow_tcp=field(tuple[str, ...], network, "may_allow_tcp"),
         registries=field(tuple[str, ...], network, "registries"),
         registries_tcp=field(tuple[str, ...], network, "registries_tcp"),
+        lacking=field(Mapping[str, str], raw, "lacking"),
     )
 
 

@@ -147,6 +147,7 @@ async def permitted(settings: Settings, chosen: Parts) -> tuple[Policy, Registri
         policy = replace(policy, default_image=settings.default_image)
     if lacking := oci.missing():
         log.warning("no images of registries here; let root run: %s", lacking)
+        policy = rules.without(policy, "images", f"let root run: {lacking}")
     else:
         policy = rules.with_images(policy)
     for what, image in (("default image", policy.default_image), *(("pool of", one.image) for one in policy.pools)):
@@ -157,16 +158,21 @@ async def permitted(settings: Settings, chosen: Parts) -> tuple[Policy, Registri
     if policy.allow_bind or settings.allow_bind:
         why_not = await anyio.to_thread.run_sync(chosen.no_bind)
         if why_not:
-            log.warning("allow_bind has no effect, no directory can be shared here: %s", clean(why_not))
+            why_not = clean(why_not)
+            log.warning("allow_bind has no effect, no directory can be shared here: %s", why_not)
+            policy = rules.without(policy, "bind_workspace", f"no directory can be shared here: {why_not}")
         else:
             policy = rules.with_bind(policy)
             log.info("directories of this host can be shared with sandboxes, by uid %d alone", os.geteuid())
+    else:
+        policy = rules.without(policy, "bind_workspace", "it takes `sandboxd --allow-bind` (policy: allow_bind: true)")
     if settings.audit_log is not None:
         policy = replace(policy, capabilities=policy.capabilities | {"audit"})
     if chosen.no_network:
         left = rules.without_network(policy)
         if settings.policy is not None and (lost := rules.differences(policy, left)):
             log.warning("policy %s: %s: %s", settings.policy, "; ".join(lost), chosen.no_network)
+        left = rules.without(left, "egress_allowlist", chosen.no_network)
         return left, used, chosen.no_network
     return rules.with_network(policy), used, f"policy {settings.policy}" if settings.policy else "built-in policy"
 

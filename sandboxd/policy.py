@@ -9,7 +9,7 @@ stricter. Messages name names, never an environment's value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from egress import policy as egress
@@ -91,6 +91,8 @@ class Policy:
     allow_bind: bool = False
     """Whether directories of this host may be shared; they are where the capability is there, too."""
     capabilities: frozenset[str] = frozenset({"workspace_bundle", "tunnel", "metrics", "volumes"})
+    lacking: Mapping[str, str] = field(default_factory=dict)
+    """Why capabilities are not there, for whoever asks."""
 
 
 def built_in(registries: Collection[str], services: Collection[str] = ()) -> Policy:
@@ -114,6 +116,10 @@ def with_images(policy: Policy) -> Policy:
 
 def with_bind(policy: Policy) -> Policy:
     return replace(policy, capabilities=policy.capabilities | {"bind_workspace"})
+
+
+def without(policy: Policy, capability: str, why: str) -> Policy:
+    return replace(policy, lacking={**policy.lacking, capability: why})
 
 
 def without_network(policy: Policy) -> Policy:

@@ -498,6 +498,7 @@ class Capabilities(Answer, frozen=True, kw_only=True):
     capabilities: Annotated[dict[str, bool], about("Name and whether it is there; absent is false.")]
     limits: Annotated[Limits, about("What a sandbox may have.")]
     network: Annotated[NetworkOffer, about("What a sandbox may reach.")]
+    lacking: Annotated[dict[str, str], about("Why capabilities are not there, of those where it is known.")] = {}
 
 
 class Node(Answer, frozen=True, kw_only=True):

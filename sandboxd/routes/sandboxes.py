@@ -27,7 +27,7 @@ def capabilities(service: Service) -> wire.Capabilities:
     )  # fmt: skip
     return wire.Capabilities(
         api_version=wire.API_VERSION, backend=service.backend_name, limits=limits, network=offer,
-        capabilities={name: name in policy.capabilities for name in CAPABILITIES},
+        capabilities={name: name in policy.capabilities for name in CAPABILITIES}, lacking=dict(policy.lacking),
     )  # fmt: skip
 
 

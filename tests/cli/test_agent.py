@@ -349,10 +349,18 @@ def test_a_provider_that_is_not_reached_is_said(agent: str, env: dict[str, str],
     assert bool(notes) is bool(said) and all(note.endswith(said) for note in notes)
 
 
-@pytest.mark.parametrize(("uid", "said"), [(1000, "--listen 127.0.0.1:7070 --token-file"), (0, "sandboxd &$")])
-def test_without_a_network_no_agent_is_started_and_how_to_get_one_is_said(uid: int, said: str) -> None:
+@pytest.mark.parametrize(("uid", "said"), [(1000, "as said above$"), (0, "sandboxd &$")])
+def test_without_a_network_no_agent_is_started_and_how_to_get_one_is_said(
+    uid: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SandboxError, match=f"its ceiling is none; .*{said}"):
         network.for_agents(offer("none", "none"), uid)
+    told = capfd.readouterr().err
+    assert all(len(line) <= 80 for line in told.splitlines()), told
+    # What is to be pasted stands on lines of its own, as a shell reads it.
+    commands = "".join(line for line in told.splitlines(keepends=True) if line.startswith("  "))
+    assert bool(commands) is (uid != 0) and subprocess.run(["bash", "-n", "-c", commands], check=False).returncode == 0
+    assert ("--listen 127.0.0.1:729" in commands) is (uid != 0)
     network.for_agents(offer("allowlist", "allowlist"), uid)
 
 

@@ -149,6 +149,33 @@ def test_how_it_is_reached(endpoint: Endpoint, said: dict[str, str]) -> None:
     assert dict(doctor.link(endpoint)) == said
 
 
+def test_why_a_profile_cannot_be_had_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    facts = doctor.Report(quiet=False)
+    facts.deliver("prod", doctor.undeliverable("prod", NONE))
+    assert facts.end() == 1
+    out, err = capfd.readouterr()
+    assert (out + err).count("ceiling is none") == 1 and "profile prod" in err.splitlines()[-1]
+
+
+def test_what_it_does_not_give_is_said_with_the_reason() -> None:
+    assert "without" not in dict(doctor.offer(SOME))
+    lacking = {"images": "let root run: apt-get install -y umoci", "bind_workspace": "it takes a flag"}
+    said = dict(doctor.offer(SOME._replace(lacking=lacking)))["without"]
+    assert said == ["bind_workspace: it takes a flag", "images: let root run: apt-get install -y umoci"]
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [(None, ["one two three four"]), (35, ["one two three", "four"]), (10, ["one two three", "four"])],
+    ids=["no terminal", "narrow", "narrower than the names of facts"],
+)
+def test_long_facts_are_broken_between_words(
+    width: int | None, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.show, "columns", lambda: width)
+    assert list(doctor.fitted(["one two three four"])) == lines
+
+
 class Machine(Client):
     def __init__(self, node: Node | None) -> None:
         super().__init__("/nowhere")

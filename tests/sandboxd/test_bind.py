@@ -248,7 +248,11 @@ def test_it_is_there_where_policy_and_host_have_it(
     place = short_tmp / f"bind-allow-{len(flags)}-{no_bind is None}"
     place.mkdir()
     with daemon(place, *flags, no_bind=no_bind) as rig:
-        assert rig.call("GET", "/v1/capabilities").json["capabilities"]["bind_workspace"] is allowed
+        offered = rig.call("GET", "/v1/capabilities").json
+        assert offered["capabilities"]["bind_workspace"] is allowed
+        why = "no directory can be shared here: no virtiofsd [31m" if no_bind else "it takes `sandboxd --allow-bind`"
+        assert offered.get("lacking", {}).get("bind_workspace", why).startswith(why)
+        assert ("bind_workspace" in offered.get("lacking", {})) is not allowed
         for path in ("/", "relative", str(place / "nowhere"), str(place / "project")):
             answer = ask(rig, path)
             if not allowed:

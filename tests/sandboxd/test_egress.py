@@ -128,6 +128,7 @@ def test_the_built_in_policy_is_offered_where_there_is_a_network(place: Path) ->
 def test_without_a_network_it_is_said_and_nothing_above_none_is_given(rig: Rig, box: str) -> None:
     said = rig.call("GET", "/v1/capabilities").json
     assert not any(said["capabilities"][name] for name in ("network_policy_update", "egress_allowlist", "egress_tcp"))
+    assert said["lacking"]["egress_allowlist"] == "a stand-in without one"
     assert "network ceiling none (a stand-in without one)" in rig.log.read_text()
     assert rig.call("PATCH", f"{S}/{box}", {"network": {"mode": "none"}}).code == "unsupported"
     assert rig.call("GET", f"{S}/{box}/egress").json == {"mode": "none", "allow": None, "names": []}
