@@ -1,0 +1,138 @@
+"""Control groups: what is written to them, and real ones with processes in them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandboxd.errors import SetupError
+from sandboxd.vm import cgroups
+from sandboxd.vm.cgroups import Group, Limits
+
+LIMITS = Limits(cpus=0.5, memory_bytes=64 << 20, processes=16)
+INSTANCE = f"test-{os.getpid()}"
+
+V1 = """\
+tmpfs /sys/fs/cgroup tmpfs rw 0 0
+cgroup /sys/fs/cgroup/cpu,cpuacct cgroup rw,relatime,cpu,cpuacct 0 0
+cgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0
+cgroup /sys/fs/cgroup/pids cgroup rw,pids 0 0
+"""
+
+
+def test_the_files_of_each_version() -> None:
+    assert cgroups.files(2, LIMITS) == {
+        "cpu.max": "50000 100000",
+        "memory.max": "67108864",
+        "memory.swap.max": "0",
+        "memory.oom.group": "1",
+        "pids.max": "16",
+    }
+    assert cgroups.files(1, LIMITS) == {
+        "cpu.cfs_period_us": "100000",
+        "cpu.cfs_quota_us": "50000",
+        "memory.limit_in_bytes": "67108864",
+        "memory.memsw.limit_in_bytes": "67108864",
+        "pids.max": "16",
+    }
+
+
+def test_version_1_has_a_directory_for_each_controller() -> None:
+    found = cgroups.find(V1)
+    assert found.version == 1
+    assert [root.name for root in found.roots] == ["cpu,cpuacct", "memory", "pids"]
+
+
+def test_version_2_is_taken_where_it_has_the_controllers(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
+    assert cgroups.find(V1 + f"cgroup2 {tmp_path} cgroup2 rw 0 0\n").roots == (tmp_path,)
+    (tmp_path / "cgroup.controllers").write_text("hugetlb\n")
+    assert cgroups.find(V1 + f"cgroup2 {tmp_path} cgroup2 rw 0 0\n").version == 1
+
+
+def test_a_host_without_one_is_told_which() -> None:
+    with pytest.raises(SetupError, match="pids"):
+        cgroups.find(V1.replace("pids", "rdma"))
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "x" * 65])
+def test_a_name_stays_one_directory(name: str) -> None:
+    with pytest.raises(ValueError, match="not names"):
+        cgroups.find(V1).group(INSTANCE, name)
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    if os.geteuid() != 0:
+        pytest.skip("only root may make control groups")
+    hierarchy = cgroups.find()
+    made = hierarchy.group(INSTANCE, "one")
+    made.make(LIMITS)
+    yield made
+    assert made.remove()
+    hierarchy.forget(INSTANCE)
+    assert not any(directory.parent.exists() for directory in made.directories)
+
+
+def run(group: Group, program: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([*group.entering(), sys.executable, "-c", program], stdout=subprocess.PIPE)
+
+
+def test_who_is_started_in_it_is_in_it_with_all_descendants(group: Group) -> None:
+    program = "import os, time; pid = os.fork(); pid or os.setsid(); print(pid, flush=True); time.sleep(60)"
+    with run(group, program) as started:
+        assert started.stdout is not None
+        lines = {int(started.stdout.readline()), int(started.stdout.readline())} - {0}
+        assert group.pids() == {started.pid, *lines}
+        assert group.end()
+        assert group.pids() == set()
+
+
+def test_more_memory_than_allowed_ends_the_taker_alone(group: Group) -> None:
+    with run(group, "print(len(bytearray(256 << 20)))") as started:
+        assert started.wait(30) == -9
+
+
+def test_no_more_processes_than_allowed(group: Group) -> None:
+    program = """
+import os, time
+made = 0
+try:
+    for _ in range(64):
+        if os.fork() == 0:
+            time.sleep(60)
+        made += 1
+except BlockingIOError:
+    print(made)
+"""
+    with run(group, program) as started:
+        assert started.stdout is not None
+        assert int(started.stdout.readline()) == LIMITS.processes - 1
+        assert group.end()
+
+
+def test_half_a_processor(group: Group) -> None:
+    with run(group, "import time; end = time.time() + 2\nwhile time.time() < end: pass") as started:
+        before = os.times().children_user
+        started.wait(30)
+        assert os.times().children_user - before < 1.6
+
+
+def test_a_group_that_was_left_is_made_anew(group: Group) -> None:
+    with run(group, "import time; time.sleep(60)") as started:
+        while group.pids() != {started.pid}:
+            time.sleep(0.01)
+        group.make(LIMITS)
+        assert started.wait(5) == -9
+    assert cgroups.find().ids(INSTANCE) == {"one"}
+
+
+def test_a_command_that_cannot_enter_is_not_run(group: Group) -> None:
+    assert group.remove()
+    assert subprocess.run([*group.entering(), "echo", "ran"], capture_output=True, check=False).stdout == b""
