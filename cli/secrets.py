@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 import os
 import resource
 import stat
@@ -25,6 +26,7 @@ from sandboxd.termsafe import clean
 
 MAX_BYTES = 128 << 10  # MAX_ARG_STRLEN of linux/binfmts.h: no process gets a longer variable
 DAY_S = 24 * 3600
+FOREVER_S = 1e15
 SHOWN = 5
 # GitHub's, GitLab's, Anthropic's and Slack's documented prefixes; of these only ghs_ (an installation's) lasts an hour.
 SHORT = ("ghs_",)
@@ -78,9 +80,10 @@ def long_lived(value: str, now_s: float) -> str:
         expires = claims.get("exp")
         if isinstance(expires, bool) or not isinstance(expires, int | float):
             return "a JWT that does not expire"
-        if expires - now_s <= DAY_S:
+        if expires <= now_s + DAY_S:
             return ""
-        days = (expires - now_s) / DAY_S
+        # Compared before it is calculated with: an integer may be larger than any float.
+        days = (expires - now_s) / DAY_S if expires < FOREVER_S else math.inf
         return f"a JWT that expires in {days:.0f} days" if days < 1e6 else "a JWT that does not expire in our time"
     if value.startswith(SHORT):
         return ""
