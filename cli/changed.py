@@ -33,7 +33,7 @@ def compare(before: Snapshot, after: Snapshot) -> Review:
             change = "added" if then is None else "changed"
             found += [Finding(path, change, now.kind, reason) for reason in _reasons(path, then, now)]
     for path, then in before.seen.items():
-        if path not in after.seen and then.kind in LEFT_BEHIND:
+        if path not in after.seen and (then.kind in LEFT_BEHIND or gate.tightens(path)):
             found.append(Finding(path, "removed", then.kind, then.reason))
     for path in {**before.settings, **after.settings}:
         change, reasons = _settings(before.settings.get(path), after.settings.get(path))

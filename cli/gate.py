@@ -164,8 +164,7 @@ def judge(
     for entry in found:
         path = entry.path
         if entry.new_mode == "000000":
-            # What is gone runs no more, but for a project's settings: without them the next run may do more.
-            if executed.folded(path).rpartition("/")[2] == PROJECT_FILE and (gone := executed.fit(path)):
+            if tightens(path) and (gone := executed.fit(path)):
                 findings.append(Finding(path, entry.change, *gone))
             continue
         reasons = [("name", reason) for reason in lies(path)]
@@ -228,6 +227,11 @@ def _kind(entry: Entry) -> str:
 def last(path: str) -> str:
     """The last part of a path, as a key of READ_BY."""
     return executed.folded(path).rpartition("/")[2]
+
+
+def tightens(path: str) -> bool:
+    """What is gone runs no more, but for a project's settings: without them the next run may do more."""
+    return last(path) == PROJECT_FILE
 
 
 def lies(path: str) -> list[str]:

@@ -28,7 +28,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, content in {
         "Makefile": "all:\n", ".vscode/tasks.json": "{}", "package.json": '{"scripts": {"test": "x"}}',
         "node_modules/a/index.js": "a", "tools/run.sh": "x", ".gitattributes": "* text=auto\n", "src/a.py": "x",
-        "team.gitconfig": "[alias]\n\tst = status\n",
+        "team.gitconfig": "[alias]\n\tst = status\n", ".sandbox.yaml": "network: {mode: none}\n",
     }.items():  # fmt: skip
         write(name, content)(top)
     (top / "tools/run.sh").chmod(0o755)
@@ -161,6 +161,11 @@ PLANTS: list[tuple[str, Change, tuple[str, str, str, str]]] = [
     ("installed packages", write("node_modules/a/index.js", "b"),
      ("node_modules", "changed", "package", "installed packages")),
     ("a new program", write("tools/new", "x", 0o755), ("tools/new", "added", "program", "run as a program")),
+    ("a project's settings that are gone", lambda top: (top / ".sandbox.yaml").unlink(),
+     (".sandbox.yaml", "removed", "agent", "what the next run may do")),
+    ("a directory in the place of a project's settings",
+     both(lambda top: (top / ".sandbox.yaml").unlink(), lambda top: (top / ".sandbox.yaml").mkdir()),
+     (".sandbox.yaml", "removed", "agent", "what the next run may do")),
     ("a link in the place of a directory that runs", link(".zed", "docs"),
      (".zed", "added", "editor", "an editor obeys")),
     ("a link out of the directory", link("notes", "/home/alice/.ssh"),
