@@ -73,6 +73,7 @@ def load(environ: Mapping[str, str], start: Path, file: str | None = None, asked
     """The settings for a run that is started in `start`; `file` is --config's, `asked_profile` --profile's."""
     if asked_profile is not None:
         profile.named(asked_profile, "--profile")
+    start = _there(start)
     trusted = [_layer(path) for path in (_user(environ), _named(file)) if path is not None]
     wish = next((each.said["profile"] for each in reversed(trusted) if "profile" in each.said), profile.DEFAULT)
     found = None if file else discover(start, Path(environ.get("HOME") or os.path.expanduser("~")))
@@ -98,14 +99,24 @@ def discover(start: Path, home: Path) -> Path | None:
     Looked for upwards to the repository's top; outside one, to the home directory where `start` is inside it, and
     else in `start` alone: what somebody left in /tmp or / is nobody's project.
     """
-    here = start.resolve()
+    here = _there(start)
     above = [here, *here.parents]
-    home = home.resolve()
+    home = _there(home)
     top = next((each for each in above if os.path.lexists(each / ".git")), home if home in above else here)
     for each in above[: above.index(top) + 1]:
         if os.path.lexists(each / PROJECT_FILE):
             return each / PROJECT_FILE
     return None
+
+
+def _there(start: Path) -> Path:
+    """With its links followed. A working directory may be gone, and a link may lead to itself."""
+    try:
+        return start.resolve()
+    except FileNotFoundError:
+        raise SandboxError(f"{clean(str(start))}: this directory is gone: change to one that is there") from None
+    except (OSError, RuntimeError):
+        raise SandboxError(f"{clean(str(start))}: its links lead nowhere") from None
 
 
 def user_file(environ: Mapping[str, str]) -> Path:
@@ -145,7 +156,7 @@ def _project(path: Path) -> Mapping[str, Any]:
 
 def _misnamed(found: Path | None, start: Path) -> tuple[str, ...]:
     """A demand that is not read because of its name would be missed in silence."""
-    other = start.resolve() / ".sandbox.yml"
+    other = start / ".sandbox.yml"
     if found is None and os.path.lexists(other):
         return (f"{other} is not read: a project's settings are called {PROJECT_FILE}",)
     return ()

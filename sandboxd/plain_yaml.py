@@ -22,6 +22,7 @@ MAX_KEY_SHOWN = 80
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,15})\Z")
 _DECIMAL = re.compile(r"-?(?:0|[1-9][0-9]{0,15})\.[0-9]{1,15}\Z")
 _DOUBTFUL = re.compile(r"(?:y|n|yes|no|on|off)\Z|[-+]?0[0-9]+\Z", re.IGNORECASE)
+_SURROGATE = re.compile("[\\ud800-\\udfff]")
 _CONSTANTS: dict[str, Any] = {"": None, "~": None, "null": None, "true": True, "false": False}
 
 
@@ -31,24 +32,33 @@ def document(data: bytes, max_bytes: int, faults: list[str]) -> Any:
         faults.append(f"it is longer than {max_bytes >> 10} KiB")
         return None
     try:
-        return _Tree(data.decode(), faults).document()
-    except UnicodeDecodeError:
-        faults.append("it is not UTF-8")
-    except yaml.YAMLError as fault:
-        mark = getattr(fault, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark is not None else ""
-        starred = getattr(fault, "context", None) == "while scanning an alias"
-        hint = "; what begins with * must be in quotes" if starred else ""
-        problem = getattr(fault, "problem", None) or "a character that may not stand"
-        faults.append(f"{where}it is not YAML: {problem}{hint}")
+        text = data.decode()
+    except UnicodeDecodeError as fault:
+        faults.append(f"line {data.count(10, 0, fault.start) + 1}: it is not UTF-8")
+        return None
+    try:
+        loader = yaml.SafeLoader(text)
+    except yaml.reader.ReaderError as fault:
+        line = text.count("\n", 0, fault.position) + 1
+        faults.append(f"line {line}: it is not YAML: a character that may not stand")
+        return None
+    try:
+        return _Tree(loader, faults).document()
+    except yaml.MarkedYAMLError as fault:
+        hint = "; what begins with * must be in quotes" if fault.context == "while scanning an alias" else ""
+        mark = fault.problem_mark or loader.get_mark()
+        faults.append(f"line {mark.line + 1}: it is not YAML: {fault.problem}{hint}")
+    except (ValueError, OverflowError):
+        # PyYAML makes characters and versions of any number without looking at it.
+        faults.append(f"line {loader.line + 1}: it is not YAML: a number that is too large")
     return None
 
 
 class _Tree:
     """Parser events to mappings, lists, texts, numbers and truth values (the core schema of YAML 1.2, and less)."""
 
-    def __init__(self, text: str, faults: list[str]) -> None:
-        self._events: Iterator[Any] = yaml.parse(text, Loader=yaml.SafeLoader)
+    def __init__(self, loader: yaml.SafeLoader, faults: list[str]) -> None:
+        self._events: Iterator[Any] = iter(loader.get_event, None)
         self._faults = faults
 
     def document(self) -> Any:
@@ -70,7 +80,7 @@ class _Tree:
         if getattr(event, "tag", None) is not None:
             self._fault(event, path, "tags are not read")
         if depth > MAX_DEPTH:
-            raise yaml.YAMLError("too deep")
+            raise yaml.MarkedYAMLError(problem="it is too deep", problem_mark=event.start_mark)
         if isinstance(event, yaml.MappingStartEvent):
             return self._mapping(path, depth)
         if isinstance(event, yaml.SequenceStartEvent):
@@ -99,6 +109,8 @@ class _Tree:
 
     def _scalar(self, event: Any, path: str) -> Any:
         text: str = event.value
+        if _SURROGATE.search(text):
+            self._fault(event, path, "an escape that is no character")
         if event.style is not None:
             return text
         if _DOUBTFUL.match(text):

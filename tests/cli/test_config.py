@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -178,10 +179,16 @@ BOTH = [
     pytest.param("network: !!map {}", "tags are not read", id="a tag"),
     pytest.param("--- {}\n--- {}", "a second document", id="two documents"),
     pytest.param("[network]", "it must be a mapping of settings", id="a list for everything"),
-    pytest.param("network: [", "it is not YAML", id="half a list"),
-    pytest.param(b"# \xff", "it is not UTF-8", id="other bytes"),
+    pytest.param("a: 1\nnetwork: [\n", "line 3: it is not YAML", id="half a list"),
+    pytest.param(b"#\n# \xff", "line 2: it is not UTF-8", id="other bytes"),
+    pytest.param("#\na: \x07", "line 2: it is not YAML: a character that may", id="a control character"),
+    pytest.param('#\na: "\\UFFFFFFFF"', "line 2: it is not YAML: a number that is", id="an escape of no character"),
+    pytest.param('a: "\\U00110000"', "line 1: it is not YAML: a number that is", id="an escape just beyond the last"),
+    pytest.param('a: "\\ud800"', "line 1: a: an escape that is no character", id="half of a surrogate pair"),
+    pytest.param('"\\udfff": 1', "line 1: an escape that is no character", id="the other half, as a key"),
+    pytest.param(f"%YAML {'9' * 5000}.1\n--- {{}}", "it is not YAML: a number that is", id="a version of many digits"),
     pytest.param("#" * (64 << 10) + "\n", "it is longer than 64 KiB", id="too long"),
-    pytest.param("[" * 5000, "it is not YAML", id="too deep"),
+    pytest.param("#\n" + "[" * 5000, "line 2: it is not YAML: it is too deep", id="too deep"),
     pytest.param("\x1b[2J\u202e: 1", "it is not", id="a key that would lie in a terminal"),
     pytest.param("hostname: x", "hostname: it is not read; name the sandbox with --name", id="a key of old"),
     pytest.param("cache: {enabled: true}", "cache: it is not read; use volumes", id="another"),
@@ -368,6 +375,24 @@ def test_every_key_that_is_read_is_known_to_the_rules(place: Place) -> None:
 
 
 # -- the files themselves
+
+
+def test_where_no_settings_can_be_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    script = 'cd "$1" && rmdir "$1" && shift && exec "$@"'
+    for start, flags, said in (
+        (tmp_path, ["--project", "loop"], "loop: its links lead nowhere"),
+        (gone, [], ".: this directory is gone: change to one that is there"),
+        (gone, ["--config", "x"], ".: this directory is gone: change to one that is there"),
+        (gone, ["--bind", "."], ".: this directory is gone: change to one that is there"),
+    ):
+        start.mkdir(exist_ok=True)
+        argv = ["sh", "-c", script if start == gone else 'cd "$1" && shift && exec "$@"', "sh", str(start)]
+        argv += [sys.executable, "-m", "cli", "run", *flags, "--", "true"]
+        done = subprocess.run(argv, capture_output=True, env=os.environ | {"HOME": str(tmp_path)}, check=False)
+        assert (done.returncode, done.stderr.decode()) == (1, f"sandbox-cli: {said}\n")
 
 
 @pytest.mark.parametrize(
