@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cli import changed, gate, show
+from cli import changed, gate, place, show
 from sandboxd.client import Bind, Capabilities, Client
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
@@ -37,7 +38,7 @@ def given(args: Mapping[str, Any], environ: Mapping[str, str]) -> Bind | None:
         raise SandboxError("--checkpoint-every: with --bind what the command makes is here already")
     # Not normalised: `..` behind a link is the link's, and the daemon's to follow.
     whole = os.path.join(os.getcwd(), os.path.expanduser(path))
-    _check(whole, environ.get("HOME", ""), read_only=read_only)
+    _check(whole, environ, read_only=read_only)
     return Bind(whole, read_only)
 
 
@@ -57,13 +58,15 @@ def check_offer(offer: Capabilities) -> None:
         raise SandboxError(f"--bind: this sandboxd shares no directories: {clean(why)}")
 
 
-def notes(bind: Bind) -> Iterator[str]:
+def notes(bind: Bind, *, detached: bool) -> Iterator[str]:
     """What the person should know before the command runs."""
     shown = clean(bind.host_path)
     if bind.read_only:
         yield f"/workspace is {shown}, only to be read: nothing comes back"
     else:
         yield f"/workspace is {shown} itself: what the command changes there is changed here, and nothing checks it"
+        if detached:
+            yield "nobody waits for its end, so what it changes there that this machine runs later will not be listed"
 
 
 class Watch:
@@ -84,14 +87,18 @@ class Watch:
         return gate.as_json(review)
 
 
-def _check(path: str, home: str, *, read_only: bool) -> None:
+def _check(path: str, environ: Mapping[str, str], *, read_only: bool) -> None:
     # Here, since only a run that asks for it should load the extension.
     import native
 
+    home = environ.get("HOME", "")
     try:
         with native.open_directory(path) as directory:
             if os.path.isabs(home):
                 native.check_directory(directory, path, home)
+            # The daemon knows its own alone; in the person's a guest could name commands for the next run.
+            with suppress(FileNotFoundError):
+                native.check_apart(directory, path, place.config_dir(environ))
             owner = os.fstat(directory.fd).st_uid
     except native.DirectoryRefused as refused:
         raise SandboxError(f"--bind {clean(path)}: {refused.refusal.value}; name a project's directory") from None

@@ -85,6 +85,9 @@ def of(
     args: Mapping[str, Any], settings: Config, environ: Mapping[str, str], zone: str | None, agent: Agent | None = None
 ) -> Plan:
     """From arguments to a plan; raises on what can be seen to be wrong from here."""
+    # A variable of a shell that is not set: without this, `--bind "$DIR"` would share the current directory.
+    if empty := next((flag for flag, value in args.items() if value == ""), None):
+        raise SandboxError(f"{empty}: its value is empty; give one, or leave the flag out")
     given = environment(args["--env"], environ)
     checkpoint_every_s = checkpoint.every(args["--checkpoint-every"])
     if checkpoint_every_s and args["--detach"]:

@@ -109,5 +109,6 @@ def parsed(flags: Sequence[str], command: Sequence[str]) -> dict[str, Any]:
 
 
 def settings(args: dict[str, Any]) -> config.Config:
-    """Those in force for a run with these arguments."""
-    return config.load(os.environ, config.directory(args["--project"]), args["--config"], args["--profile"])
+    """Those in force for a run with these arguments. The project's own are those of what becomes /workspace."""
+    project = config.directory(args["--project"] or os.path.expanduser(args["--bind"] or ""))
+    return config.load(os.environ, project, args["--config"], args["--profile"])

@@ -95,7 +95,8 @@ class Run:
             if asked.agent:
                 network.for_agents(offer, os.geteuid())
             wanted = wanted._replace(network=network.of_run(asked.network, offer, asked.hosts))
-            if asked.agent:
+            # A snapshot has a disk and mounts of its own.
+            if asked.agent and not wanted.snapshot_id:
                 self._tools = Tools(client, offer, asked.agent, wanted.volumes, partial(create, client))
                 with Status() as status:
                     self._tools.install(status)
@@ -103,7 +104,7 @@ class Run:
             secrets.guard()
         values = secrets.fetch(asked.secrets, os.environ)
         with Status() as status:
-            if wanted.bind and not wanted.bind.read_only:
+            if wanted.bind and not wanted.bind.read_only and not asked.detach:
                 status.say("looking at the directory")
                 self._watch = bind.Watch(wanted.bind)
             if self._repo:
@@ -157,7 +158,7 @@ class Run:
         for name in self._plan.unset:
             yield f"{name} is not set here: not passed on"
         if self._plan.create.bind:
-            yield from bind.notes(self._plan.create.bind)
+            yield from bind.notes(self._plan.create.bind, detached=self._plan.detach)
         if self._repo:
             yield from self._repo.notes
         elif self._plan.workspace:

@@ -123,7 +123,27 @@ def test_a_run_that_is_left_keeps_the_directory(rig: Rig, person: Person) -> Non
     said = person.run("exec", sandbox, "--", "ls", "/workspace")
     assert b"hello.txt" in said.stdout, said.stderr
     assert "bring-back" not in done.stderr.decode()
+    assert "will not be listed" in done.stderr.decode(), "there is nobody to list what it changed"
     assert person.run("kill", sandbox).returncode == 0
+
+
+@pytest.mark.parametrize("path", ["project", "~/project"])
+def test_the_shared_project_s_own_settings_are_the_run_s(rig: Rig, person: Person, path: str) -> None:
+    (person.home / ".sandbox.yaml").write_text("persist_auth: 1\n")  # of where the person stands, and not read
+    (person.home / "project/.sandbox.yaml").write_text("profile: prod\n")
+    done = run(person, "--bind", path)
+    assert done.returncode == 1
+    assert f"profile prod (from {person.home}/project/.sandbox.yaml) does not permit" in done.stderr.decode()
+
+
+@pytest.mark.parametrize("path", ["settings/sandbox", "settings/sandbox/agents", "settings"])
+def test_the_person_s_own_settings_are_not_shared_wherever_they_are(rig: Rig, person: Person, path: str) -> None:
+    """The daemon, another process with another environment, does not know the place."""
+    (person.home / "settings/sandbox/agents").mkdir(parents=True)
+    before = rig.log.read_bytes()
+    done = person.run("run", "--bind", path, "--", "true", XDG_CONFIG_HOME=str(person.home / "settings"))
+    assert done.returncode == 1 and "keeps what is its own" in done.stderr.decode(), done.stderr
+    assert rig.log.read_bytes() == before
 
 
 HERE = "a directory that holds the home directory"
@@ -140,6 +160,7 @@ HERE = "a directory that holds the home directory"
         pytest.param(["--bind=.."], HERE, id="what holds home"),
         pytest.param(["--bind=/", "--bind-read-only"], "the root", id="the root, only to be read"),
         pytest.param(["--bind=/proc/self/root"], "a link of /proc", id="a link of /proc"),
+        pytest.param(["--bind="], "--bind: its value is empty", id="a shell's variable that is not set"),
         pytest.param(["--bind=nowhere"], "No such file", id="what is not there"),
         pytest.param(["--bind=file"], "Not a directory", id="a file"),
         pytest.param(["--bind-read-only"], "goes with --bind DIR", id="read-only without a directory"),

@@ -149,6 +149,23 @@ def test_a_run_that_starts_from_one_takes_no_repository() -> None:
     assert of_run().workspace and not of_run().snapshots
 
 
+def test_an_agent_from_one_gets_no_tools_volume_beside_the_disk_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SANDBOX_CONTEXT", f"unix://{tmp_path}/s")
+    network = {"mode": "allowlist", "allow": ["a.test"]}
+    offer = {
+        "api_version": "v1", "backend": "x", "capabilities": {"memory_snapshot": True, "volumes": True}, "limits": {},
+        "network": {"default": network, "ceiling": "allowlist", "registries": ["npm.test"]},
+    }  # fmt: skip
+    refused = error("invalid", "no more today", "400 B")
+    with serving(tmp_path / "s", [], answer(offer), refused) as server:
+        assert top.main(["agent", "claude", f"--from-snapshot={ONE}", "-p", "x"]) == 1
+    made = server.seen[2].decode()
+    assert made.startswith("POST /v1/sandboxes ") and "agent-claude" not in made, made
+    assert capfd.readouterr().err.endswith("no more today\n")
+
+
 def test_a_run_with_a_schedule() -> None:
     body = of_run("--snapshot-every=1h30m", "--snapshot-keep=3").create.body()
     assert (body["snapshot_every_secs"], body["snapshot_keep"]) == (5400, 3)
