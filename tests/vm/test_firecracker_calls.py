@@ -126,10 +126,11 @@ def test_what_came_later_is_unknown_to_an_older_version(
 class Loader(yaml.SafeLoader):
     """YAML 1.2's booleans: the level of a log may be `Off`."""
 
-    yaml_implicit_resolvers = {
-        first: [] if first in "yYnNoO" else resolvers
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+
+Loader.yaml_implicit_resolvers = {
+    first: [] if first in "yYnNoO" else resolvers
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 @pytest.fixture(scope="module")
