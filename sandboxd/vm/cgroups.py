@@ -2,9 +2,9 @@
 
 In: a daemon's instance, a machine's id, what the machine may use. Out: a group, its processes, its end. A process
 leaves a group only by the hand of somebody who may write to the hierarchy, and no VMM may: so the group of a machine
-says which processes are its own, whatever they call themselves. Version 2 where the host has its controllers there, version 1
-otherwise (cgroups(7); Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/ of the kernel). Groups are made at the top
-of the hierarchy, not below the daemon's own: machines outlive the daemon.
+says which processes are its own, whatever they call themselves. Version 2 where the host has its controllers there,
+version 1 otherwise (cgroups(7); Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/ of the kernel). Groups are made
+at the top of the hierarchy, not below the daemon's own: machines outlive the daemon.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import anyio
@@ -73,14 +73,25 @@ def spawn(
 ) -> Child:  # fmt: skip
     """Starts the program; `fds` keep their numbers. `filter` is its system calls', `directory` where what builds its
     jail starts. Raises OSError when not even prlimit can be started."""
+
+    def command(info_fd: int, seccomp_fd: int) -> list[str]:
+        return jail.argv(prison, info_fd, seccomp_fd, arguments)
+
+    return launch(role, command, fds, filter or seccomp.program(), directory)
+
+
+def launch(
+    role: str, command: Callable[[int, int], list[str]], fds: Sequence[int], filter: bytes, directory: str = "/"
+) -> Child:
+    """The same for any command in which bubblewrap is told where to say the program's pid, and where its filter is."""
     info_read, info_write = os.pipe2(os.O_CLOEXEC)
     stderr_read, stderr_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     filter_fd = os.memfd_create("seccomp", os.MFD_CLOEXEC)
     try:
-        os.write(filter_fd, filter or seccomp.program())
+        os.write(filter_fd, filter)
         os.lseek(filter_fd, 0, os.SEEK_SET)
         popen = subprocess.Popen(
-            jail.argv(prison, info_write, filter_fd, arguments),
+            command(info_write, filter_fd),
             stdin=subprocess.DEVNULL,
             stdout=stderr_write,
             stderr=stderr_write,

@@ -20,8 +20,9 @@ AF_UNIX = 1
 SYS_SOCKET = 41
 SYS_CLONE = 56
 SYS_CLONE3 = 435
-# NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
-CLONE_NEW = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+CLONE_NEWNS, CLONE_NEWPID = 0x00020000, 0x20000000
+# and NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWNET
+CLONE_NEW = CLONE_NEWNS | CLONE_NEWPID | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x40000000
 
 EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
 
@@ -45,6 +46,8 @@ REFUSED: dict[str, int] = {
 
 # A program that shares a directory: it starts with a chroot, and makes what a guest asks it to.
 SHARES: frozenset[str] = frozenset({"chroot", "mknod", "mknodat", "unshare"})
+# Firecracker's jailer, which builds a jail of its own; without root's capabilities none of these does anything.
+JAILS: frozenset[str] = frozenset({"mount", "umount2", "pivot_root", "chroot", "mknod", "mknodat", "unshare", "setns"})
 NOT_SHARED: dict[str, int] = {
     # what is beside a file's content and mode: capabilities, labels
     "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199,
@@ -86,6 +89,16 @@ def sharing_program() -> bytes:
     return b"".join([*steps, *_tail()])
 
 
+def jailing_program() -> bytes:
+    """For Firecracker's jailer and so for what it starts, which has a stricter filter of its own: namespaces of
+    processes and mounts, and no other kind."""
+    refused = {name: number for name, number in REFUSED.items() if name not in JAILS}
+    others = CLONE_NEW & ~(CLONE_NEWNS | CLONE_NEWPID)
+    namespaces = [_step(_LOAD, _FIRST_ARGUMENT), _step(_IF_ANY_BIT, others, 0, 1), _refuse(EPERM)]
+    steps = [*_ours_alone(), *_refusals(refused), *_of_call(REFUSED["unshare"], namespaces)]
+    return b"".join([*steps, *_tail(others)])
+
+
 def _ours_alone() -> list[bytes]:
     return [
         _step(_LOAD, _ARCH),
@@ -123,13 +136,13 @@ def _mode_checks(argument: int, *, node: bool) -> list[bytes]:
     return steps
 
 
-def _tail() -> list[bytes]:
+def _tail(namespaces: int = CLONE_NEW) -> list[bytes]:
     return [
         # glibc takes ENOSYS for an old kernel and falls back to clone, whose flags can be looked at.
         _step(_IF_EQUAL, SYS_CLONE3, 0, 1), _refuse(ENOSYS),
         _step(_IF_EQUAL, SYS_CLONE, 0, 3),
         _step(_LOAD, _FIRST_ARGUMENT),
-        _step(_IF_ANY_BIT, CLONE_NEW, 0, 4),
+        _step(_IF_ANY_BIT, namespaces, 0, 4),
         _refuse(EPERM),
         _step(_IF_EQUAL, SYS_SOCKET, 0, 2),
         _step(_LOAD, _FIRST_ARGUMENT),

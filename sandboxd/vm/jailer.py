@@ -1,0 +1,124 @@
+"""Firecracker's jailer: its command line as a value, and the directory it makes a root of.
+
+In: a `MachineSpec`, open files. Out: an argument list, built without looking at the machine, and a directory in which
+kernel, initramfs and drives lie as further names of the files they are: nothing is copied, so all must be on one file
+system. What the VMM may only read belongs to root and nobody may write to it; what it may write belongs to its uid.
+The jailer (docs/jailer.md of Firecracker) then makes the devices, a root of that directory and a namespace of
+processes, and gives up all power. Around it stands bubblewrap, for what the jailer leaves as it finds it: the
+namespaces of IPC, of the host name and, without `netns`, of the network, no-new-privs, and a filter of system calls.
+
+The VMM owns the root's directory, and can put anything in the place of any name in it. Nothing there is opened again by
+name but its sockets, and these as `unixpath.named` does it: the directories above are root's alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandboxd.errors import SetupError
+from sandboxd.vm import jail
+from sandboxd.vm.jail import Limits
+
+DIRECTORY = "jail"
+FIRECRACKER = "firecracker"
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The programs of this host. Their versions belong together."""
+
+    firecracker: Path
+    jailer: Path
+    jail: jail.Tools
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One jail. `netns` is a named network namespace; without one it gets an empty one of its own."""
+
+    tools: Tools
+    id: str
+    uid: int
+    base: Path
+    limits: Limits
+    netns: Path | None
+
+    @property
+    def root(self) -> Path:
+        """What is / for the VMM."""
+        return self.base / self.tools.firecracker.name / jailed_id(self.id) / "root"
+
+
+def jailed_id(id: str) -> str:
+    """The jailer takes letters, digits and `-` alone. Two ids that become one are in directories of their own."""
+    return id.replace("_", "-")
+
+
+def argv(cell: Cell, group: Sequence[str], info_fd: int, seccomp_fd: int, arguments: Sequence[str]) -> list[str]:
+    """The whole command, Firecracker's own `arguments` at its end. `group` is the command that enters its group."""
+    limits = cell.limits
+    command = [
+        *group,
+        str(cell.tools.jail.prlimit),
+        "--core=0",
+        f"--as={limits.address_space_bytes}",
+        "--memlock=0",
+        "--msgqueue=0",
+    ]
+    if limits.processes is not None:
+        command += [f"--nproc={limits.processes}"]
+    command += [str(cell.tools.jail.bwrap), "--dev-bind", "/", "/", "--unshare-ipc", "--unshare-uts"]
+    command += ["--hostname", "vmm", "--chdir", "/", "--clearenv", "--cap-add", "ALL"]
+    if cell.netns is None:
+        command += ["--unshare-net"]
+    command += ["--seccomp", str(seccomp_fd), "--info-fd", str(info_fd), "--"]
+    command += [
+        str(cell.tools.jailer),
+        "--id", jailed_id(cell.id),
+        "--exec-file", str(cell.tools.firecracker),
+        "--uid", str(cell.uid),
+        "--gid", str(cell.uid),
+        "--chroot-base-dir", str(cell.base),
+    ]  # fmt: skip
+    if cell.netns is not None:
+        command += ["--netns", str(cell.netns)]
+    command += ["--new-pid-ns"]
+    command += ["--resource-limit", f"fsize={limits.file_size_bytes}"]
+    command += ["--resource-limit", f"no-file={limits.open_files}"]
+    return [*command, "--", *arguments]
+
+
+def fill(cell: Cell, files: Sequence[tuple[int, str, bool]]) -> None:
+    """Makes the directory with (open file, name, read-only) in it. Raises OSError; EXDEV where a file is on another
+    file system than the directory."""
+    for part in (cell.base, cell.root.parent.parent, cell.root.parent, cell.root):
+        part.mkdir(mode=0o700)
+    with ExitStack() as held:
+        root = os.open(cell.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        held.callback(os.close, root)
+        for fd, name, read_only in files:
+            # Of the file whatever names it: who it belonged to before, an earlier machine's uid say, has no more of it.
+            os.fchown(fd, *((0, 0) if read_only else (cell.uid, cell.uid)))
+            os.fchmod(fd, 0o444 if read_only else 0o600)
+            os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=root, follow_symlinks=True)
+
+
+def require_one_file_system(state_dir: Path, assets_dir: Path) -> None:
+    """Raises SetupError where the images could not be put into a jail without copying them."""
+    if os.stat(state_dir).st_dev != os.stat(assets_dir).st_dev:
+        raise SetupError(
+            f"with Firecracker the images ({assets_dir}) and the state directory ({state_dir}) must be on one file "
+            "system: put --assets-dir and --state-dir on the same one"
+        )
+
+
+def reason(fault: OSError) -> str:
+    """Of `fill`, for a message."""
+    if fault.errno == errno.EXDEV:
+        return "it is on another file system than the state directory"
+    return fault.strerror or "it failed"

@@ -1,0 +1,95 @@
+"""The jailer's command line, and the directory it makes a root of."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sandboxd.errors import SetupError
+from sandboxd.vm import jail, jailer
+from sandboxd.vm.jail import Limits
+from sandboxd.vm.jailer import Cell, Tools
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "firecracker"
+UID = 978_700
+TOOLS = Tools(
+    Path("/opt/fc/firecracker"),
+    Path("/opt/fc/jailer"),
+    jail.Tools(Path("/usr/bin/prlimit"), Path("/usr/bin/bwrap"), None),
+)
+CELL = Cell(
+    TOOLS, "sbx_0123456789abcdef", UID, Path("/state/sandboxes/sbx_0123456789abcdef/jail"),
+    Limits(3 << 30, 10 << 30, 256, 40), Path("/run/netns/sbx-0123456789ab-0123456789abcdef"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "cell"), [("network", CELL), ("no-network", replace(CELL, netns=None))])
+def test_the_command_line(name: str, cell: Cell) -> None:
+    path = GOLDEN / f"jailer-{name}.txt"
+    said = "\n".join(jailer.argv(cell, ["enter"], 7, 8, ["--api-sock", "api.sock"])) + "\n"
+    if os.environ.get("GOLDEN") == "write":
+        path.write_text(said)
+    assert said == path.read_text()
+
+
+def test_where_the_root_is() -> None:
+    assert CELL.root == CELL.base / "firecracker" / "sbx-0123456789abcdef" / "root"
+
+
+@pytest.fixture
+def cell(tmp_path: Path) -> Cell:
+    if os.geteuid() != 0:
+        pytest.skip("only root may give files to other uids")
+    return replace(CELL, base=tmp_path / "jail")
+
+
+def opened(path: Path, flags: int = os.O_RDONLY) -> int:
+    path.write_bytes(path.name.encode())
+    return os.open(path, flags | os.O_CLOEXEC)
+
+
+def test_files_lie_in_it_without_being_copied(tmp_path: Path, cell: Cell) -> None:
+    image, scratch = opened(tmp_path / "image"), opened(tmp_path / "scratch", os.O_RDWR)
+    os.chown(tmp_path / "image", UID - 1, UID - 1)
+    jailer.fill(cell, [(image, "drive0", True), (scratch, "drive1", False)])
+    read, written = (cell.root / "drive0").stat(), (cell.root / "drive1").stat()
+    assert (read.st_ino, read.st_uid, read.st_gid, read.st_mode & 0o7777) == (os.fstat(image).st_ino, 0, 0, 0o444)
+    assert (written.st_ino, written.st_uid, written.st_gid) == (os.fstat(scratch).st_ino, UID, UID)
+    assert written.st_mode & 0o7777 == 0o600
+    assert cell.base.stat().st_mode & 0o777 == 0o700
+    for fd in (image, scratch):
+        os.close(fd)
+
+
+def test_what_is_opened_is_what_lies_there_whatever_its_name_is_now(tmp_path: Path, cell: Cell) -> None:
+    image = opened(tmp_path / "image")
+    (tmp_path / "image").rename(tmp_path / "other")
+    (tmp_path / "image").write_text("another")
+    jailer.fill(cell, [(image, "drive0", True)])
+    assert (cell.root / "drive0").read_text() == "image"
+    os.close(image)
+
+
+def test_a_jail_that_is_there_is_not_filled_again(cell: Cell) -> None:
+    jailer.fill(cell, [])
+    with pytest.raises(FileExistsError):
+        jailer.fill(cell, [])
+
+
+def test_a_file_of_another_file_system_is_no_copy(cell: Cell) -> None:
+    shm = Path("/dev/shm/sandboxd-test-jailer")
+    if shm.parent.stat().st_dev == cell.base.parent.stat().st_dev:
+        pytest.skip("/dev/shm is no file system of its own here")
+    image = opened(shm)
+    try:
+        with pytest.raises(OSError, match="cross-device") as caught:
+            jailer.fill(cell, [(image, "drive0", True)])
+        assert "another file system" in jailer.reason(caught.value)
+        with pytest.raises(SetupError, match="--assets-dir and --state-dir"):
+            jailer.require_one_file_system(cell.base.parent, shm.parent)
+    finally:
+        os.close(image)
+        shm.unlink()
