@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cli import beneath, executed, gate, gitconfig, githard, manifests, repository
+from cli.aliases import Aliases
 from cli.executed import folded
 from cli.githard import GitError, Place
 from cli.repository import RepositoryError
@@ -31,6 +32,9 @@ CONFIGS = 200
 INCLUDES = 5
 CONFIG_BYTES = 256 * 1024
 CONTENT_BYTES = 64 * 1024  # kept where a change is told by what a file says
+KEPT_BYTES = 64 * 2**20  # of all contents that are kept: a file of any size costs a guest nothing
+READ_BYTES = 2 * 2**30  # of all files that are read to be told apart
+LINKS = 2000
 PACKAGES = frozenset({"node_modules", "bower_components", ".venv", "venv", "__pypackages__", ".tox", ".nox"})
 INSTALLED = "installed packages; what loads them runs them"
 HOOK = "git runs it"
@@ -82,22 +86,36 @@ def snapshot(directory: Path, entries: int = ENTRIES) -> Snapshot:
     except OSError as error:
         return Snapshot(unseen=f"{clean(str(directory))}: {error.strerror}")
     try:
-        survey = _Survey(fd, os.path.realpath(directory), entries)
-        survey.directory(fd, "", _around(directory), 0)
+        survey = _Survey(fd, os.path.realpath(directory), entries, _around(directory))
+        survey.everything()
     finally:
         os.close(fd)
     return Snapshot(survey.seen, survey.settings, "; ".join(survey.unseen))
 
 
 class _Survey:
-    def __init__(self, fd: int, root: str, entries: int) -> None:
+    def __init__(self, fd: int, root: str, entries: int, around: Frame) -> None:
         self.seen: dict[str, Seen] = {}
         self.settings: dict[str, tuple[tuple[str, str], ...] | str] = {}
         self.unseen: dict[str, None] = {}
         self._fd = fd
         self._root = root
-        self._left = entries
+        self._entries = self._left = entries
+        self._read = READ_BYTES
+        self._kept = KEPT_BYTES
         self._device = os.fstat(fd).st_dev
+        self._frames = {"": around}
+        self._links: dict[str, str] = {}
+        self._obeyed: dict[str, tuple[str, str]] = {}  # links that something obeys, with the kind and the reason
+        self._walked: set[str] = set()
+
+    def everything(self) -> None:
+        try:
+            self.directory(self._fd, "", self._frames[""], 0)
+            self._left = self._entries
+            self._led_to()
+        except OSError as error:  # no more descriptors, for instance
+            self._miss(f"it could not be looked at to the end: {error.strerror}")
 
     def directory(self, fd: int, path: str, frame: Frame, depth: int) -> None:
         found = self._list(fd, path)
@@ -109,6 +127,7 @@ class _Survey:
             if folded(name) == ".git":
                 named = self._dot_git(fd, name, _join(path, name), status)
                 frame = Frame(f"{path}/", "", named) if path else frame._replace(named={**frame.named, **named})
+                self._frames[path] = frame
         for name, status in found.items():
             here = _join(path, name)
             if folded(name) == ".git":
@@ -130,18 +149,21 @@ class _Survey:
         fit = executed.link_fit(within) if stat.S_ISLNK(status.st_mode) else executed.fit(within)
         setting = gate.setting_of(path, frame.named)
         if stat.S_ISLNK(status.st_mode):
-            target = beneath.target(fd, name)
+            target = self._link(fd, name, path)
             reasons = manifests.link(within, os.fsencode(target))
-            kind, reason = ("link", reasons[0]) if reasons else fit or ("", "")
-            if kind:
-                self.seen[path] = Seen(kind, reason, f"link {target}")
+            named = ("git", f"git's setting {clean(setting)} names it") if setting is not None else None
+            if kept := ("link", reasons[0]) if reasons else named or fit:
+                self.seen[path] = Seen(*kept, f"link {target}")
+            if obeyed := named or executed.fit(within):
+                self._obeyed[path] = obeyed
         elif not stat.S_ISREG(status.st_mode):
             return
         elif setting is not None:
             self._mark(fd, name, path, "git", f"git's setting {clean(setting)} names it", status)
         elif gate.last(path) in gate.READ_BY:
-            content = beneath.content(fd, name, CONTENT_BYTES)
-            mark = beneath.fingerprint(fd, name, status)
+            content = beneath.content(fd, name, min(CONTENT_BYTES, self._kept))
+            self._kept -= len(content or b"")
+            mark = self._fingerprint(fd, name, status)
             self.seen[path] = Seen(gate.KIND_OF[gate.last(path)], gate.UNREAD, mark, content)
         elif fit is not None:
             self._mark(fd, name, path, fit.kind, fit.reason, status)
@@ -152,9 +174,71 @@ class _Survey:
 
     def _mark(self, fd: int, name: str, path: str, kind: str, reason: str, status: os.stat_result) -> None:
         if stat.S_ISLNK(status.st_mode):
-            self.seen[path] = Seen(kind, reason, f"link {beneath.target(fd, name)}")
+            self.seen[path] = Seen(kind, reason, f"link {self._link(fd, name, path)}")
+            self._obeyed[path] = kind, reason
         elif stat.S_ISREG(status.st_mode):
-            self.seen[path] = Seen(kind, reason, beneath.fingerprint(fd, name, status))
+            self.seen[path] = Seen(kind, reason, self._fingerprint(fd, name, status))
+
+    def _link(self, fd: int, name: str, path: str) -> str:
+        """Where it leads; whose target changes is looked at later."""
+        target = beneath.target(fd, name)
+        if len(self._links) < LINKS:
+            self._links[path] = target
+        else:
+            self._miss(f"there are more than {LINKS} symbolic links")
+        return target
+
+    def _fingerprint(self, fd: int, name: str, status: os.stat_result) -> str:
+        if self._read <= 0:
+            self._miss("there is more to read than is read; files are told apart by their sizes and times")
+        found = beneath.fingerprint(fd, name, status, min(beneath.HASHED_BYTES, max(self._read, -1)))
+        self._read -= min(status.st_size, beneath.HASHED_BYTES)
+        return found
+
+    def _led_to(self) -> None:
+        """Files that run or are obeyed by the name of a link: who changes what it leads to changes what is run."""
+        others = Aliases(self._links)
+        if others.unfollowed:
+            self._miss(others.unfollowed)
+        for end in others.ends():
+            if not end:
+                self._led_below(self._fd, "", others, 0)
+                continue
+            with beneath.reached(self._fd, end) as (parent, last, status):
+                if status is not None and stat.S_ISREG(status.st_mode):
+                    self._led(parent, last, end, others, status)
+                elif status is not None:
+                    with self._opened(parent, last, end, end.count("/") + 1) as child:
+                        if child is not None:
+                            self._led_below(child, end, others, end.count("/") + 1)
+
+    def _led_below(self, fd: int, path: str, others: Aliases, depth: int) -> None:
+        if path in self._walked:
+            return
+        self._walked.add(path)
+        for name, status in self._list(fd, path).items():
+            here = _join(path, name)
+            if stat.S_ISREG(status.st_mode):
+                self._led(fd, name, here, others, status)
+            elif stat.S_ISDIR(status.st_mode) and folded(name) != ".git" and name not in PACKAGES:
+                with self._opened(fd, name, here, depth) as child:
+                    if child is not None:
+                        self._led_below(child, here, others, depth + 1)
+
+    def _led(self, fd: int, name: str, path: str, others: Aliases, status: os.stat_result) -> None:
+        if path in self.seen and self.seen[path].mark:
+            return
+        for other in others.of(path):
+            frame = self._frames[next(one for one in (*_above(other), "") if one in self._frames)]
+            setting = gate.setting_of(other, frame.named)
+            found = ("git", f"git's setting {clean(setting)} names it") if setting else None
+            found = found or executed.fit(frame.within(other))
+            found = found or next((self._obeyed[one] for one in (other, *_above(other)) if one in self._obeyed), None)
+            if found is None and gate.last(other) in gate.KIND_OF:
+                found = gate.KIND_OF[gate.last(other)], "a program reads it there"
+            if found is not None:
+                self._mark(fd, name, path, found[0], f"{gate.name(other)} leads to it: {found[1]}", status)
+                return
 
     def _dot_git(self, fd: int, name: str, path: str, status: os.stat_result) -> dict[str, str]:
         """Looks at a `.git`; gives what its settings name."""
@@ -200,7 +284,8 @@ class _Survey:
             if status is None or path in self.settings:
                 return []
             if stat.S_ISLNK(status.st_mode):
-                self.settings[path] = f"it is a link to {manifests.cut(beneath.target(parent, last))}"
+                self.settings[path] = f"it is a link to {manifests.cut(self._link(parent, last, path))}"
+                self._obeyed[path] = "git", "git takes its settings from there"
                 return []
             text = beneath.content(parent, last, CONFIG_BYTES)
         if text is None:
@@ -300,6 +385,12 @@ def _around(directory: Path) -> Frame:
     prefix = "" if prefix == "." else f"{prefix}/"
     named = gitconfig.inside(settings, str(found.top), str(found.common_dir))
     return Frame("", prefix, {path[len(prefix) :]: key for path, key in named.items() if path.startswith(prefix)})
+
+
+def _above(path: str) -> Iterator[str]:
+    """The directories that a path lies in, from the inside out, without the top."""
+    while path := path.rpartition("/")[0]:
+        yield path
 
 
 def _join(path: str, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import threading
 from collections.abc import Callable
@@ -172,6 +173,82 @@ PLANTS: list[tuple[str, Change, tuple[str, str, str, str]]] = [
      ("notes", "added", "link", "outside the repository")),
     ("a name that lies", write("a\u202egnp", ""), ("a\u202egnp", "added", "name", "do not show")),
 ]  # fmt: skip
+
+
+# Links that were there before, and a change of what they lead to.
+LED: list[tuple[str, Change, Change, tuple[str, str, str, str]]] = [
+    ("a hook", link(".git/hooks/pre-push", "../../tools/run.sh"), write("tools/run.sh", "y", 0o755),
+     ("tools/run.sh", "changed", "hook", ".git/hooks/pre-push leads to it: git runs it")),
+    ("all hooks", both(lambda top: (top / ".git/hooks").rename(top / "h"), link(".git/hooks", "../h")),
+     write("h/pre-commit", "y", 0o755), ("h/pre-commit", "changed", "hook", ".git/hooks/pre-commit leads to it")),
+    ("git's settings", both(lambda top: (top / ".git/config").rename(top / "c"), link(".git/config", "../c")),
+     write("c", "[core]\n\tfsmonitor = x\n"), ("c", "changed", "git", "git takes its settings from there")),
+    ("a Makefile", link("sub/GNUmakefile", "../src/a.py"), write("src/a.py", "y"),
+     ("src/a.py", "changed", "build", "sub/GNUmakefile leads to it: make")),
+    ("a directory of hooks", link(".husky", "tools"), write("tools/in/pre-push", "y"),
+     ("tools/in/pre-push", "added", "hook", ".husky/in/pre-push leads to it")),
+    ("a link by way of a link", both(link(".zed", "other"), link("other", "./src/../src")), write("src/b", "y"),
+     ("src/b", "added", "editor", ".zed/b leads to it")),
+    ("a directory above what runs", link(".github", "src"), write("src/workflows/x.yml", "y"),
+     ("src/workflows/x.yml", "added", "ci", ".github/workflows/x.yml leads to it: GitHub")),
+    ("the top", link(".devcontainer", "."), write("x.json", "y"),
+     ("x.json", "added", "editor", ".devcontainer/x.json leads to it")),
+    ("a list of scripts", link("a/package.json", "../src/a.py"), write("src/a.py", "{}"),
+     ("src/a.py", "changed", "package", "a/package.json leads to it")),
+    ("what a setting names", both(setting("core.hooksPath", "hk"), link("hk", "src")), write("src/pre-push", "y"),
+     ("src/pre-push", "added", "git", "hk/pre-push leads to it: git's setting core.hookspath names it")),
+    ("a link that a setting names", both(setting("core.hooksPath", "hk"), link("hk", "src")), link("hk", "tools"),
+     ("hk", "changed", "git", "git's setting core.hookspath names it")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "change", "expected"), [each[1:] for each in LED], ids=[each[0] for each in LED])
+def test_what_a_link_leads_to_runs_by_the_link_s_name(
+    top: Path, before: Change, change: Change, expected: tuple[str, str, str, str]
+) -> None:
+    before(top)
+    path, how, kind, said = expected
+    review = seen(top, change)
+    assert any(
+        (found.path, found.change, found.kind) == (path, how, kind) and said in found.reason
+        for found in review.findings
+    ), review
+    assert review.unseen == ""
+
+
+def test_files_and_links_without_end_are_bounded(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("KEPT_BYTES", 100_000), ("READ_BYTES", 300_000), ("LINKS", 3)):
+        monkeypatch.setattr(survey, name, value)
+
+    def change(top: Path) -> None:
+        for number in range(20):
+            write(f"{number}/package.json", "")(top)
+            os.truncate(top / f"{number}/package.json", 60_000)
+            link(f"l{number}", "src")(top)
+
+    review = seen(top, change)
+    assert "there is more to read than is read" in review.unseen and "more than 3 symbolic links" in review.unseen
+    after = survey.snapshot(top)
+    assert sum(len(one.content or b"") for one in after.seen.values()) < 100_000
+    found = [one.path for one in review.findings if one.path.endswith("/package.json")]
+    assert len(found) == 20, "what was not read is told all the same"
+
+
+def test_a_survey_without_descriptors_says_so(top: Path) -> None:
+    deep = top / "/".join(["d"] * 40)
+    shutil.copytree(top / ".git", deep / ".git", symlinks=True)
+    was = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = len(os.listdir("/proc/self/fd"))
+    try:
+        for more in range(30, 60, 3):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, was[1]))
+            found = survey.snapshot(top)
+            if not found.unseen:
+                break
+            assert "Too many open files" in found.unseen, more
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, was)
+    assert more > 30
 
 
 @pytest.mark.parametrize(("change", "expected"), [plant[1:] for plant in PLANTS], ids=[plant[0] for plant in PLANTS])
