@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +28,8 @@ from sandboxd.termsafe import clean
 SHOWN_LINES = 20
 SHOWN_NAME = 100
 LISTED = 1000  # findings kept; the rest is counted
-DIFF = Bounds(time_s=120, file_bytes=512 * 2**20)
+DIFF = Bounds(time_s=120, file_bytes=128 * 2**20)
+JUDGE_S = 60.0  # paths can be made that take long to judge, and a small bundle has millions of them
 PIECE = 1024 * 1024
 QUESTIONS = 2000
 LINKS = 2000
@@ -89,7 +91,7 @@ class Entry(NamedTuple):
         return "added" if self.old_mode == "000000" else "changed"
 
 
-def review(repo: Repository, base: str, commit: str, bounds: Bounds = DIFF) -> Review:
+def review(repo: Repository, base: str, commit: str, bounds: Bounds = DIFF, judge_s: float = JUDGE_S) -> Review:
     """What `commit` changes since `base` that would run later. Never raises for what a guest can cause."""
     for name in (base, commit):
         if not COMMIT.fullmatch(name):
@@ -100,14 +102,15 @@ def review(repo: Repository, base: str, commit: str, bounds: Bounds = DIFF) -> R
             unseen = _diff(repo, base, commit, raw, bounds)
             raw.seek(0)
             others, unfollowed = _links(repo, commit, bounds)
-            findings, questions = judge(entries(raw), named, others)
+            late: list[str] = []
+            findings, questions = judge(_in_time(entries(raw), judge_s, late), named, others)
         if len(questions) > QUESTIONS:
             findings += [Finding(e.path, e.change, _kind(e), UNREAD) for e in questions[QUESTIONS:]]
             questions = questions[:QUESTIONS]
         found = findings + answers(questions, _contents(repo, questions))
     except GitError as error:
         return Review(unseen=str(error))
-    return listed(found, unseen or unfollowed)
+    return listed(found, "; ".join(filter(None, (unseen, *late, unfollowed))))
 
 
 def listed(found: Iterable[Finding], unseen: str) -> Review:
@@ -122,7 +125,7 @@ def lines(review: Review, heading: str = BEFORE_MERGE) -> list[str]:
     total = len(review.findings) + review.more
     if total:
         said.append(f"{heading} ({total}):")
-        said += [f"- {_name(one.path)} ({one.change}): {one.reason}" for one in review.findings[:SHOWN_LINES]]
+        said += [f"- {name(one.path)} ({one.change}): {one.reason}" for one in review.findings[:SHOWN_LINES]]
         if total > SHOWN_LINES:
             said.append(f"- and {total - SHOWN_LINES} more; --json lists them")
     if review.unseen:
@@ -150,6 +153,16 @@ def entries(raw: IO[bytes]) -> Iterator[Entry]:
         yield Entry(old_mode, new_mode, old, new, os.fsdecode(path))
 
 
+def _in_time(found: Iterable[Entry], time_s: float, late: list[str]) -> Iterator[Entry]:
+    """Those that are asked for in time; where there were more, `late` gets a line."""
+    end = time.monotonic() + time_s
+    for entry in found:
+        if time.monotonic() > end:
+            late.append(f"judging its files took longer than {time_s:g} s")
+            return
+        yield entry
+
+
 def judge(
     found: Iterable[Entry], named: Mapping[str, str], others: Aliases = aliases.NONE
 ) -> tuple[list[Finding], list[Entry]]:
@@ -170,7 +183,7 @@ def judge(
         reasons = [("name", reason) for reason in lies(path)]
         twin = by_fold.setdefault(executed.folded(path), path)
         if twin != path:
-            reasons.append(("name", f"where letter case does not count it is the same file as {_name(twin)}"))
+            reasons.append(("name", f"where letter case does not count it is the same file as {name(twin)}"))
         setting = setting_of(path, named)
         fit = executed.link_fit(path) if entry.new_mode == LINK else executed.fit(path)
         if setting:
@@ -194,7 +207,7 @@ def judge(
 def _led_to(path: str, named: Mapping[str, str], others: Aliases) -> tuple[str, str] | None:
     """Who runs or obeys the file by another name of it."""
     for other in others.of(path):
-        shown = _name(other)
+        shown = name(other)
         if setting := setting_of(other, named):
             return "git", f"{shown} leads to it, and git's setting {clean(setting)} names that"
         if fit := executed.fit(other):
@@ -241,7 +254,7 @@ def lies(path: str) -> list[str]:
     if not path.isprintable():
         return ["its name holds characters that do not show"]
     if executed.folded(path) != unicodedata.normalize("NFC", path).casefold():
-        return [f"some file systems take its name for {_name(executed.folded(path))}"]
+        return [f"some file systems take its name for {name(executed.folded(path))}"]
     return []
 
 
@@ -254,7 +267,7 @@ def setting_of(path: str, named: Mapping[str, str]) -> str | None:
     return None
 
 
-def _name(path: str) -> str:
+def name(path: str) -> str:
     """A path fit for a line; of a long one its beginning and its end."""
     path = clean(path)
     half = SHOWN_NAME // 2
@@ -303,7 +316,8 @@ def _links(repo: Repository, commit: str, bounds: Bounds) -> tuple[Aliases, str]
     named = dict(list(named.items())[:LINKS])
     contents = _blobs(repo, dict.fromkeys(named.values(), LINK_BYTES))
     targets = {path: os.fsdecode(contents[name]) for path, name in named.items() if name in contents}
-    return Aliases(targets), unfollowed
+    others = Aliases(targets)
+    return others, unfollowed or others.unfollowed
 
 
 def _contents(repo: Repository, questions: Sequence[Entry]) -> dict[str, bytes]:

@@ -583,6 +583,26 @@ def test_names_of_64_kib_are_shown_short() -> None:
     assert max(len(line) for line in gate.lines(review)) < 130
 
 
+def test_links_through_millions_of_names_are_given_up_in_time() -> None:
+    targets = {f"l{number}": "a/" * 1000 + "../" * 1000 + f"l{number + 1}" for number in range(2000)}
+    began = time.process_time()
+    assert "too many names" in Aliases(targets).unfollowed
+    assert time.process_time() - began < 5
+    assert Aliases({"x": "/".join("a" * 5000)}).unfollowed == ""
+
+
+def test_judging_ends_in_time_and_says_so(project: Path) -> None:
+    repo = repository.discover(project)
+    assert repo is not None
+    (project / "Makefile").write_text("all:\n")
+    git(project, "add", "Makefile")
+    git(project, "commit", "-qm", "m")
+    base, commit = text(project, "rev-parse", "HEAD~1", "HEAD").split()
+    assert gate.review(repo, base, commit).findings
+    cut = gate.review(repo, base, commit, judge_s=-1)
+    assert (cut.findings, cut.unseen) == ((), "judging its files took longer than -1 s")
+
+
 @pytest.mark.skipif(not SOAK, reason="SOAK=1: a million entries")
 def test_a_million_entries_take_seconds() -> None:
     raw = b"".join(b":000000 100644 %040d %040d A\0src/d%d/f%d.ts\0" % (0, n, n % 999, n) for n in range(1_000_000))
