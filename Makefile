@@ -34,7 +34,7 @@ CFLAGS_HARD := -std=c11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -D
 LDFLAGS_HARD := -Wl,-z,relro,-z,now
 PROGRAMS := $(BUILD)/sandbox-vsock $(BUILD)/guest-init $(BUILD)/guest-exec
 
-.PHONY: help demo install test agents agents-test lint conformance bench bench-check soak units fuzz clean setup apt apt-test apt-test-install apt-bench apt-bench-install assets programs sanitizers
+.PHONY: help demo install test standins agents agents-test lint conformance bench bench-check soak units fuzz clean setup apt apt-test apt-test-install apt-bench apt-bench-install assets programs sanitizers
 
 help:
 	@sed -n 's/^\(demo\|install\|test\|agents-test\|lint\|conformance\|bench\|bench-check\|soak\|units\|fuzz\|clean\|assets\):.*## /  make \1 - /p' Makefile
@@ -43,7 +43,7 @@ demo: setup assets ## set everything up, then run a small agent on a small repos
 	@mkdir -p $(BUILD)/demo
 	@bash tests/demo/demo.sh $(abspath $(BUILD))/demo/repository
 
-test: setup apt-test sanitizers assets lint agents ## set everything up and pass the tests
+test: setup apt-test sanitizers standins assets lint agents ## set everything up and pass the tests
 	@$(PY) -m pytest -q -n 2 --dist worksteal || { code=$$?; [ $$code = 1 ] || exit $$code; \
 	    echo; echo "== what failed, once more and alone: a busy machine can be too slow for a test. Look at it all the same =="; \
 	    $(PY) -m pytest -q --last-failed --last-failed-no-failures none; }
@@ -93,7 +93,7 @@ bench-check: setup apt-bench assets ## compare the figures of `make bench` with 
 units: setup apt-test assets ## install into a Debian machine with systemd, emulated, and try the units there
 	SOAK=1 $(PY) -m pytest -q tests/packaging/test_units.py --timeout 3600
 
-soak: setup apt-test sanitizers assets ## the tests with large counts; prints its seed
+soak: setup apt-test sanitizers standins assets ## the tests with large counts; prints its seed
 	RELAY_LIVES=20000 $(MAKE) -s -C native test
 	SOAK=1 $(PY) -m pytest -q -n 2 --dist worksteal --timeout 3600
 
@@ -160,6 +160,13 @@ $(BUILD)/sandbox-vsock: | apt
 
 # These two run inside the guest, where no shared library is to be relied on.
 $(BUILD)/guest-init $(BUILD)/guest-exec: $(BUILD)/guest-%: native/guest_%.c | apt
+	@mkdir -p $(BUILD)
+	$(CC) $(CFLAGS_HARD) -static $(LDFLAGS_HARD) -o $@ $<
+
+standins: $(BUILD)/firecracker-standin
+
+# Test tool only: stands for Firecracker where there is none. Not among PROGRAMS, so nothing installs it.
+$(BUILD)/firecracker-standin: tests/firecracker_standin/shim.c | apt
 	@mkdir -p $(BUILD)
 	$(CC) $(CFLAGS_HARD) -static $(LDFLAGS_HARD) -o $@ $<
 
