@@ -45,6 +45,8 @@ TRIES = 3
 LOOK_S = 1.0
 UNBEGUN_S = 60.0
 """An installer without a process: whoever made it is gone."""
+PATIENCE_S = INSTALL_S + UNBEGUN_S
+"""Its server ends an installer by then, if it is one of ours; whoever else has that label may run for ever."""
 BUSY_S = 30.0
 SHOWN_STEP_S = 15
 REASON_LIMIT = 300
@@ -113,12 +115,14 @@ class Tools:
     """An agent's tools at one endpoint, for one run."""
 
     def __init__(
-        self, client: Client, offer: Capabilities, agent: Agent, mounts: tuple[Mount, ...], make: Make
-    ) -> None:
+        self, client: Client, offer: Capabilities, agent: Agent, mounts: tuple[Mount, ...], make: Make,
+        patience_s: float = PATIENCE_S,
+    ) -> None:  # fmt: skip
         self._client, self._offer, self._agent, self._make = client, offer, agent, make
         self.notes: list[str] = []
         """For the person, once nothing is being waited for."""
         self._volume = volume(agent)
+        self._patience_s = self._deadline = patience_s
         self._cut_off = False
         """Our installer ended unseen: somebody saw it succeed before us, or it failed. The volume itself tells."""
         self._possible = (
@@ -128,9 +132,11 @@ class Tools:
 
     def install(self, status: Status) -> None:
         """Until the agent is on its volume, or it is said why it is not. Raises where the endpoint goes away."""
+        self._deadline = time.monotonic() + self._patience_s
         try:
             while self._possible and not self._installed(status):
-                pass
+                if time.monotonic() > self._deadline:
+                    raise SandboxError(f"the volume {self._volume} is still made and given up by others")
         except Unreachable:
             raise
         except SandboxError as fault:
@@ -229,6 +235,13 @@ class Tools:
                 return
             if not processes and state == "running" and waited > UNBEGUN_S:
                 self._give_up(sandbox, "")
+                return
+            if time.monotonic() > self._deadline:
+                late = f"no end of the install in {sandbox} within {self._patience_s:.0f} s"
+                if begun:
+                    self._give_up(sandbox, late)
+                else:
+                    self._without(f"{late}; if that hangs, end it: sandbox-cli kill {sandbox}")
                 return
             status.say(self._says(waited))
             time.sleep(LOOK_S)

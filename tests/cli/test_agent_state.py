@@ -290,6 +290,10 @@ for n in 1 2 3 4 5 6 7 8 9; do echo "$line" >$n.jsonl; touch -d 2001-01-0$n $n.j
     ("script", "said"),
     [
         pytest.param("", "idle", id="more sessions than are read"),
+        # A byte that is no UTF-8 takes six in a request, which holds a MiB.
+        pytest.param("n=$(head -c 240 /dev/zero | tr '\\0' '\\200'); "
+                     "for i in $(seq 1000); do echo \"$line\" >$n$i.jsonl; done",
+                     "idle", id="names that no request has room for"),
         pytest.param("rm *; ln -s /dev/zero a.jsonl; mkfifo b.jsonl; mkdir c.jsonl", "unknown", id="no files"),
         pytest.param("rm *; truncate -s 10G a.jsonl", "unknown", id="a file of holes"),
         pytest.param("rm *; head -c 9000000 /dev/zero >a.jsonl; echo >>a.jsonl; echo \"$line\" >>a.jsonl", "idle",

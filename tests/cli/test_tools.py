@@ -10,13 +10,16 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cli.agents import tools
 from cli.agents.start import BIN, READY, TOOLS_PATH
 from cli.agents.table import AGENTS, Npm
-from sandboxd.client import Capabilities, Network
+from cli.status import Status
+from sandboxd.client import Capabilities, Create, Network, Process, Sandbox, Volume
+from sandboxd.errors import Conflict
 
 CLAUDE, CURSOR, OPENHANDS = AGENTS["claude"], AGENTS["cursor"], AGENTS["openhands"]
 
@@ -38,6 +41,49 @@ def test_another_version_is_another_volume_and_the_old_one_is_named() -> None:
     assert tools.volume(newer) != tools.volume(CLAUDE)
     there = [tools.volume(CLAUDE), tools.volume(newer), "agent-claude-cache", "agent-codex-01234567", "claude"]
     assert tools.superseded(newer, there) == [tools.volume(CLAUDE)]
+
+
+class Endpoint:
+    """A server with one volume, which somebody's installer without end has, or which is taken and never seen."""
+
+    def __init__(self, attached_to: str) -> None:
+        self.attached_to = attached_to
+
+    def volumes(self) -> list[Volume]:
+        return [Volume(tools.volume(CLAUDE), 1, "", self.attached_to)] if self.attached_to else []
+
+    def create_volume(self, name: str, size_mb: int) -> None:
+        raise Conflict(f"there is a volume {name}")
+
+    def get(self, ref: str) -> Sandbox:
+        network = Network("none", None, (), ())
+        return Sandbox(ref, "", "running", "i", 1, 1, 1, (), network, "", 0, {tools.INSTALL: "claude"})
+
+    def processes(self, ref: str) -> list[Process]:
+        return [Process(1, False, ("sleep",), "running", None, "")]
+
+
+@pytest.mark.parametrize(
+    ("attached_to", "said"),
+    [
+        pytest.param("sbx_other", "if that hangs, end it: sandbox-cli kill sbx_other", id="an installer without end"),
+        pytest.param("", "is still made and given up by others", id="a volume that is never there to be seen"),
+    ],
+)
+def test_what_others_do_with_the_volume_is_waited_for_only_so_long(attached_to: str, said: str) -> None:
+    made: list[Create] = []
+
+    def make(asked: Create, status: Status) -> Sandbox:
+        made.append(asked)
+        return Endpoint("").get("sbx_run")
+
+    client: Any = Endpoint(attached_to)
+    one = tools.Tools(client, offer("r.test"), CLAUDE, (), make, patience_s=0.1)
+    with Status() as status:
+        one.install(status)
+        one.create(Create(), status)
+    assert said in one.notes[0] and "installs it into its own sandbox" in one.notes[1]
+    assert [asked.volumes for asked in made] == [Create().volumes]
 
 
 @pytest.mark.parametrize(
