@@ -159,8 +159,8 @@ def _refusal(path: str, *, by_name: bool) -> Refusal | None:
     try:
         with unixhttp.connect(path, CONNECT_S) as sock:
             served_by = unixhttp.peer_uid(sock)
-    except OSError as fault:
-        why = fault.strerror or str(fault)
+    except (OSError, ValueError) as fault:  # the latter: no path can be what a file of ours says
+        why = getattr(fault, "strerror", "") or str(fault)
         absent = isinstance(fault, FileNotFoundError | ConnectionRefusedError)
         return Refusal(why, absent, isinstance(fault, PermissionError))
     own = os.geteuid()

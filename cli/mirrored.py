@@ -27,7 +27,6 @@ from cli.session import Session
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
 
-REMEMBERED = 200  # names of objects in a record
 PIECE_BYTES = 64 * 1024
 CHECK = "sandbox-mirror-check"
 CHECK_BYTES = b"Written by sandbox-cli mirror check.\n"
@@ -51,9 +50,8 @@ def upload(
     with _bundle(mirror, repo, ref) as (file, size, commit):
         made = bucket.name(mirror, first_commit(repo), sandbox, kind, commit, time.time())
         store.put(made.key, file, size)
-    record = session.load(config, sandbox)
-    if record is not None:
-        session.update(config, sandbox, mirrored=(*record.mirrored[1 - REMEMBERED :], made.key))
+    if session.load(config, sandbox) is not None:
+        session.update(config, sandbox, more_mirrored=made.key)
     return made
 
 

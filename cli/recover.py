@@ -56,11 +56,13 @@ def main(args: dict[str, Any]) -> int:
     records, faults = session.every(config)
     if not args["--all"]:
         records = of_repository(records, Path("."))
+    # Before anybody is asked: one that is made meanwhile is not in an answer, and is no longer held afterwards.
+    starting = {record.key for record in records if not record.sandbox and session.is_held(config, record)}
     answers = ask(records)
     usual = _usual_address()
     fates = []
     for record in records:
-        seen = look(config, record, answers[record.context])
+        seen = Seen(State.STARTING) if record.key in starting else look(record, answers[record.context])
         if record.done:
             if seen.state is State.GONE:
                 session.forget(config, record.key)
@@ -141,10 +143,8 @@ def _processes(client: Client, sandbox: str) -> list[Process]:
         return []  # it has ended since
 
 
-def look(config: Path, record: Session, answer: Answer) -> Seen:
+def look(record: Session, answer: Answer) -> Seen:
     """What is known of a record's sandbox."""
-    if not record.sandbox and session.is_held(config, record):
-        return Seen(State.STARTING)
     if answer.why:
         return Seen(State.UNREACHABLE, why=answer.why)
     if record.sandbox:

@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
 
 RECORD_BYTES = 1024 * 1024
+MIRRORED = 200  # names of objects in a record
+COMMIT = re.compile("[0-9a-f]*")
 SANDBOX_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 RUN_LABEL = "run.id"
 """The label that a sandbox of a run with a repository is made with: the record's `run`."""
@@ -131,12 +134,17 @@ def is_held(config_dir: Path, session: Session) -> bool:
     return False
 
 
-def update(config_dir: Path, sandbox: str, **changes: Any) -> Session | None:
-    """The record as it is now with these fields changed; None, and nothing is written, where there is none any more."""
+def update(config_dir: Path, sandbox: str, *, more_mirrored: str = "", **changes: Any) -> Session | None:
+    """The record as it is now with these fields changed; None, and nothing is written, where there is none any more.
+
+    `more_mirrored` is added to those names that are there then; of many, the last are kept.
+    """
     with _locked(config_dir):
         present = load(config_dir, sandbox)
         if present is None:
             return None
+        if more_mirrored:
+            changes["mirrored"] = (*present.mirrored[1 - MIRRORED :], more_mirrored)
         changed = dataclasses.replace(present, **changes)
         save(config_dir, changed)
         return changed
@@ -151,6 +159,9 @@ def load(config_dir: Path, sandbox: str) -> Session | None:
         return None
     except OSError as error:
         raise SessionError(f"{clean(str(path))}: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise SessionError(f"{clean(str(path))} is not a session record: it is no file")
     with os.fdopen(descriptor, "rb") as file:
         try:
             text = file.read(RECORD_BYTES + 1)
@@ -182,10 +193,14 @@ def every(config_dir: Path) -> tuple[list[Session], list[SessionError]]:
 def forget(config_dir: Path, sandbox: str) -> bool:
     """Whether there was one."""
     path = _path(config_dir, sandbox)
-    with suppress(FileNotFoundError), _locked(config_dir):
-        path.unlink()
-        return True
-    return False
+    try:
+        with _locked(config_dir):
+            path.unlink()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise SessionError(f"{clean(str(path))} cannot be removed: {error.strerror}") from None
+    return True
 
 
 def now() -> str:
@@ -236,10 +251,12 @@ def _parse(record: object) -> Session:
         else:
             raise ValueError(f"{name} is not a list of texts")
         values[name] = value
-    path = values.get("repo", "")
-    if "\0" in path:
-        raise ValueError("repo is no path")
-    os.fsencode(path)  # what no path can be encoded from is a ValueError too
+    for name, value in values.items():
+        # Each is an argument or a part of a path somewhere. What cannot be encoded for one is a ValueError too.
+        if isinstance(value, str) and b"\0" in os.fsencode(value):
+            raise ValueError(f"{name} holds a NUL")
+        if name in ("base", "checkpoint") and not COMMIT.fullmatch(value):
+            raise ValueError(f"{name} is no commit")
     try:
         return Session(**values)
     except TypeError:

@@ -61,6 +61,12 @@ def plain(message: str) -> str:
     if (lacks := _LACKS.match(message)) and lacks[1] in CAPABILITIES:
         said = CAPABILITIES[lacks[1]] + message[lacks.end() :]
         return f"this sandboxd cannot {said} (what it can: sandbox-cli doctor)"
+    limit = _LIMIT.fullmatch(message)
+    if limit and limit[1] in LIMITS:
+        flag, unit = LIMITS[limit[1]]
+        # 0 means never, and only where the server has no longest time.
+        never = "; this sandboxd lets none idle for ever" if flag == "--idle" and "between 1 " in limit[2] else ""
+        return f"{flag} {limit[2]}{unit}{never}"
     return _in_flags(message)
 
 
@@ -73,10 +79,6 @@ def of_create(message: str) -> str:
         return f"no volume named {missing[1]}: make it with: sandbox-cli volume create {missing[1]}"
     if _ATTACHED.fullmatch(message):
         return of_volume(message)
-    limit = _LIMIT.fullmatch(message)
-    if limit and limit[1] in LIMITS:
-        flag, unit = LIMITS[limit[1]]
-        return f"{flag} {limit[2]}{unit}"
     return plain(message)
 
 

@@ -34,13 +34,22 @@ class LandError(SandboxError):
 
 
 def main(args: dict[str, Any]) -> int:
-    repo = repository.discover(Path("."))
-    if repo is None:
+    found = repository.locate(Path("."))
+    if found is None:
         raise LandError("a fleet belongs to a repository: land inside one")
-    store = Store.of(place.config_dir(), repo.common_dir)
-    recorded = store.read()
-    if recorded is None:
+    store = Store.of(place.config_dir(), found.common_dir)
+    if store.read() is None:
         raise LandError("no fleet was run in this repository")
+    lock = store.hold_landing()
+    try:
+        return _land(store, args)
+    finally:
+        os.close(lock)
+
+
+def _land(store: Store, args: dict[str, Any]) -> int:
+    repo, recorded = repository.discover(Path(".")), store.read()
+    assert repo is not None and recorded is not None
     fleet = state.truth(recorded, state.alive)
     landing = Landing(repo, store, fleet, unverified=args["--unverified"])
     check_ground(repo, fleet, args["--onto"])

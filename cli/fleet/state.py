@@ -16,10 +16,11 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from cli import private
+from cli import private, session
 from cli.fleet import plain
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
@@ -30,6 +31,7 @@ HOLD_S = 1.0  # whoever only looks whether the lock is held has it for an instan
 WAITING, RUNNING = "waiting", "running"
 VERIFIED, FAILED, REJECTED, LOST = "verified", "failed", "rejected", "lost"
 UNSTARTED = "unstarted"  # never written: what waiting is once nobody is left to start it
+STATES = (WAITING, RUNNING, VERIFIED, FAILED, REJECTED, LOST)
 
 
 class StateError(SandboxError):
@@ -75,6 +77,21 @@ class Fleet:
 
     def task(self, branch: str) -> Task | None:
         return next((task for task in self.tasks if task.branch == branch), None)
+
+
+def _check(fleet: Fleet) -> None:
+    """Raises ValueError for what is of the right type and can be no such thing."""
+    for task in fleet.tasks:
+        if task.state not in STATES:
+            raise ValueError(f"{task.state} is no state of a task")
+        if b"\0" in os.fsencode(task.branch):
+            raise ValueError("a branch holds a NUL")
+        for at in (task.started, task.ended):
+            if at:
+                datetime.strptime(at, "%Y-%m-%dT%H:%M:%S%z")
+    commits = (fleet.base, *(one for task in fleet.tasks for one in (task.commit, task.before, task.landed)))
+    if not all(map(session.COMMIT.fullmatch, commits)):
+        raise ValueError("one of its commits is none")
 
 
 def truth(fleet: Fleet, alive: Callable[[int, str], bool]) -> Fleet:
@@ -128,7 +145,14 @@ class Store:
 
     def hold(self) -> int:
         """The lock of this repository's fleet, as a descriptor that children may inherit; raises with who has it."""
-        path = self.directory / "lock"
+        return self._lock("lock", self._holder)
+
+    def hold_landing(self) -> int:
+        """The lock of who merges: of two at once one would find HEAD moved when its files are written already."""
+        return self._lock("landing", lambda: "another sandbox-cli agent fleet land is at work in this repository")
+
+    def _lock(self, name: str, holder: Callable[[], str]) -> int:
+        path = self.directory / name
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -141,7 +165,7 @@ class Store:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     os.close(lock)
-                    raise StateError(self._holder()) from None
+                    raise StateError(holder()) from None
             time.sleep(0.05)
 
     def _holder(self) -> str:
@@ -162,8 +186,12 @@ class Store:
     def read(self) -> Fleet | None:
         """None where no fleet was ever run."""
         text = private.read(str(self._file), MAX_BYTES)
+        if text is None:
+            return None
         try:
-            return None if text is None else plain.load(Fleet, json.loads(text))
+            fleet = plain.load(Fleet, json.loads(text))
+            _check(fleet)
+            return fleet
         except (ValueError, RecursionError) as error:
             raise StateError(f"{clean(str(self._file))} is not the record of a fleet: {clean(str(error))}") from None
 

@@ -188,6 +188,16 @@ def test_a_branch_that_is_not_landed(
     assert said in skipped
 
 
+def test_who_lands_while_another_does_is_told_so(ground: Ground) -> None:
+    ground.bring("a", {"new": "new\n"})
+    lock = ground.store.hold_landing()
+    before = ground.untouched()
+    assert refused("--all") == "another sandbox-cli agent fleet land is at work in this repository"
+    assert ground.untouched() == before
+    os.close(lock)
+    landed("--all")
+
+
 def test_a_branch_nobody_knows(ground: Ground) -> None:
     ground.bring("a", {"new": "x"})
     assert refused("b\x1b[2J") == "the last fleet has no task b [2J; it has a"

@@ -104,6 +104,27 @@ def test_what_is_no_record_is_said_in_one_line(text: str, store: Store) -> None:
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize(
+    ("fields", "whole"),
+    [
+        pytest.param({"state": "landed"}, {}, id="a state there is not"),
+        pytest.param({"branch": "a\0b"}, {}, id="a branch with a NUL"),
+        pytest.param({"branch": "a\ud800"}, {}, id="a branch that is no name"),
+        pytest.param({"started": "yesterday"}, {}, id="a time that is none"),
+        pytest.param({"ended": "2030-01-01T00:00:00"}, {}, id="a time without a zone"),
+        pytest.param({"commit": "--help"}, {}, id="an option for a commit"),
+        pytest.param({}, {"base": "HEAD"}, id="a name for a commit"),
+    ],
+)
+def test_values_that_can_be_no_record_s_are_said_in_one_line(
+    fields: dict[str, str], whole: dict[str, str], store: Store
+) -> None:
+    store.write(replace(fleet(a_task(**fields)), **whole))  # type: ignore[arg-type]
+    with pytest.raises(StateError, match="is not the record of a fleet") as caught:
+        store.read()
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("name", ["state.json", "lock"])
 def test_a_link_is_not_followed(name: str, store: Store, tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("{}")

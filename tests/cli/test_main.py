@@ -169,6 +169,11 @@ def test_a_refused_create_in_the_flags_language(message: str, said: str) -> None
         ("the sandbox is terminated", "typo has ended"),
         ("the sandbox has ended", "typo has ended"),
         ("else", "else"),
+        (
+            "idle_timeout_secs must be between 1 and 9",
+            "--idle must be between 1 and 9 (seconds); this sandboxd lets none idle for ever",
+        ),
+        ("idle_timeout_secs must be between 0 and 9", "--idle must be between 0 and 9 (seconds)"),
     ],
 )
 def test_an_error_names_what_the_person_named(message: str, said: str) -> None:

@@ -342,6 +342,29 @@ def test_every_sandboxd_is_asked_for_five_seconds_and_all_at_once(somebody: Pers
     assert {step["command"] for step in found["s1"]["next"]} == {"sandbox-cli recover"}
 
 
+def test_a_run_that_is_made_while_others_are_asked_is_not_called_lost(somebody: Person, tmp_path: Path) -> None:
+    """What was listed before it was made has no sandbox of its run, and its writer is done with the first record."""
+    config = somebody.home / ".config/sandbox"
+    nothing = b'HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"sandboxes":[]}'
+    with (
+        serving(tmp_path / "quick", [], [ReadRequest(), nothing]) as quick,
+        serving(tmp_path / "slow", [], [Wait(3)]) as slow,
+    ):
+        record_of(somebody, "slow", f"unix://{slow.path}")
+        base = record_of(somebody, "gone", f"unix://{quick.path}")
+        announced = dataclasses.replace(base, sandbox="", branch="job", run="0a0a")
+        session.forget(config, "gone")
+        held = session.hold(config, announced)
+        process = somebody.start("recover", "--json", cwd=somebody.home / "project")
+        until(lambda: len(quick.seen) > 1 and quick.seen[1])
+        session.save(config, dataclasses.replace(base, sandbox="made", branch="job", run="0a0a"))
+        session.forget(config, announced.key)
+        os.close(held)
+        out, err = process.communicate(timeout=3 * PATIENCE_S)
+    states = {each["branch"]: each["state"] for each in json.loads(out)}
+    assert states == {"slow": "unreachable", "job": "starting"}, err
+
+
 def test_records_of_other_repositories_and_those_that_cannot_be_read(somebody: Person) -> None:
     project = somebody.home / "project"
     other = make_repository(somebody.home / "other")

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,11 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
         ('{"mirrored": [1]}', "mirrored is not a list of texts"),
         ('{"extra": "\\u001b"}', "unknown extra"),
         ('{"sandbox":"sb-2","context":"","repo":"","base":"","branch":""}', "another sandbox"),
-        ('{"sandbox":"sb-1","context":"","repo":"/a\\u0000","base":"","branch":""}', "repo is no path"),
+        ('{"sandbox":"sb-1","context":"","repo":"/a\\u0000","base":"","branch":""}', "repo holds a NUL"),
+        ('{"sandbox":"sb-1","context":"unix:///a\\u0000","repo":"/","base":"","branch":""}', "context holds a NUL"),
+        ('{"sandbox":"sb-1","context":"","repo":"/","base":"","branch":"a\\ud800"}', "not a session record"),
+        ('{"sandbox":"sb-1","context":"","repo":"/","base":"--help","branch":""}', "base is no commit"),
+        ('{"sandbox":"sb-1","context":"","repo":"/","base":"","branch":"","checkpoint":"HEAD"}', "checkpoint is no"),
         ('{"sandbox":"sb-1","context":"","repo":"/a\\ud800","base":"","branch":""}', "not a session record"),
         ("x" * (session.RECORD_BYTES + 1), "too large"),
     ],
@@ -80,6 +85,20 @@ def test_what_is_no_record_is_refused(content: str, why: str, tmp_path: Path) ->
     with pytest.raises(SessionError, match=why) as caught:
         session.load(tmp_path, "sb-1")
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_is_refused_and_cannot_be_forgotten_by_accident(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    (tmp_path / "sessions").mkdir()
+    make(tmp_path / "sessions/sb-1.json")
+    with pytest.raises(SessionError, match="it is no file"):
+        session.load(tmp_path, "sb-1")
+    assert session.every(tmp_path)[0] == []
+    if make is os.mkdir:
+        with pytest.raises(SessionError, match="cannot be removed: Is a directory"):
+            session.forget(tmp_path, "sb-1")
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "a b", "x" * 65, "a\n", "."])
@@ -123,6 +142,17 @@ def test_two_who_change_a_record_lose_neither_s_news(tmp_path: Path) -> None:
     wanted = dataclasses.replace(RECORD, checkpoint="99", checkpoint_at="99", agent="99")
     assert session.load(tmp_path, "sb-1") == wanted
     assert os.listdir(tmp_path / "sessions") == ["sb-1.json"]
+
+
+def test_names_of_objects_are_added_to_those_that_are_there_by_then(tmp_path: Path) -> None:
+    session.save(tmp_path, RECORD)
+    for name in ("a", "b"):
+        session.update(tmp_path, "sb-1", more_mirrored=name)
+    changed = session.update(tmp_path, "sb-1", done=True)
+    assert changed == dataclasses.replace(RECORD, mirrored=(*RECORD.mirrored, "a", "b"), done=True)
+    for number in range(session.MIRRORED):
+        changed = session.update(tmp_path, "sb-1", more_mirrored=str(number))
+    assert changed is not None and changed.mirrored == tuple(map(str, range(session.MIRRORED)))
 
 
 def test_what_was_forgotten_does_not_come_back(tmp_path: Path) -> None:
