@@ -74,8 +74,11 @@ def prepare(directory: str) -> None:
     parent = os.path.dirname(directory)
     if parent and not os.path.isdir(parent):
         prepare(parent)
-    with suppress(FileExistsError):
+    try:
         os.mkdir(directory, 0o700)
+    except FileExistsError:
+        if not os.path.isdir(directory):
+            raise
 
 
 @contextmanager
