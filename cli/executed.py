@@ -96,6 +96,13 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "package",
+        "says which packages are installed, and from where: their scripts run",
+        "requirements*.txt requirements/ constraints*.txt package-lock.json npm-shrinkwrap.json yarn.lock "
+        "pnpm-lock.yaml bun.lock bun.lockb deno.lock Pipfile.lock poetry.lock uv.lock pdm.lock pylock.toml pylock.*.toml Cargo.lock "
+        "Gemfile.lock Podfile.lock composer.lock go.mod go.sum mix.lock",
+    ),
+    (
+        "package",
         "Python runs it, or tools take commands from it",
         "setup.py setup.cfg pyproject.toml conftest.py tox.ini noxfile.py tasks.py dodo.py fabfile.py pytest.ini "
         "sitecustomize.py usercustomize.py *.pth pip.conf pip.ini uv.toml pdm.toml hatch.toml Pipfile manage.py "
@@ -141,9 +148,10 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "build",
         "tools of JavaScript projects run it",
         "*.config.js *.config.cjs *.config.mjs *.config.ts *.config.cts *.config.mts gulpfile.* Gruntfile.* "
-        ".eslintrc.js .eslintrc.cjs .prettierrc.js .prettierrc.cjs .prettierrc.mjs .babelrc.js .babelrc.cjs "
-        ".mocharc.js .mocharc.cjs karma.conf.* wdio.conf.* .storybook/ .stylelintrc.js .stylelintrc.cjs .swcrc "
-        "Jakefile jakefile.js .commitlintrc.js .releaserc.js",
+        # Those that are JSON or YAML name plugins, which may be files of the repository.
+        "babel.config.json jest.config.json .eslintrc* .prettierrc* .babelrc* .mocharc* .stylelintrc* .postcssrc* "
+        ".nycrc* .swcrc .commitlintrc* .releaserc* karma.conf.* wdio.conf.* .storybook/ Jakefile jakefile.js "
+        "angular.json",
     ),
     (
         "build",
