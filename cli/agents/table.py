@@ -98,8 +98,7 @@ AGENTS: dict[str, Agent] = {
             name="opencode", binary="opencode", source=Npm("opencode-ai", "1.18.33"),
             headless=("run",), logins=(".local/share/opencode/auth.json",),
             env=(
-                *_keys("ANTHROPIC", "OPENAI", "GEMINI", "GROQ", "OPENROUTER"), "OPENCODE_CONFIG",
-                "OPENCODE_DISABLE_AUTOUPDATE",
+                *_keys("ANTHROPIC", "OPENAI", "GEMINI", "GROQ", "OPENROUTER"), "OPENCODE_DISABLE_AUTOUPDATE",
             ),
         ),
         Agent(

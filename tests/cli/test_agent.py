@@ -270,6 +270,12 @@ def test_only_listed_variables_go_in_and_the_person_s_word_wins() -> None:
     assert environment(planned("qwen", "--env=SANDBOX=0"))["SANDBOX"] == "0"
 
 
+@pytest.mark.parametrize("agent", AGENTS)
+def test_no_variable_that_is_a_path_of_this_machine_goes_in(agent: str) -> None:
+    paths = ("_HOME", "_CONFIG", "_DIR", "_PATH", "_FILE", "_CREDENTIALS")
+    assert [name for name in named(agent).env if name.endswith(paths)] == []
+
+
 def test_the_label_says_which_agent_whatever_the_person_says() -> None:
     assert planned("claude", "--label=agent=x", "--label=a=b").create.labels == {"agent": "claude", "a": "b"}
     assert planned(None, "--label=a=b").create.labels == {"a": "b"}
