@@ -98,8 +98,8 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "package",
         "says which packages are installed, and from where: their scripts run",
         "requirements*.txt requirements/ constraints*.txt package-lock.json npm-shrinkwrap.json yarn.lock "
-        "pnpm-lock.yaml bun.lock bun.lockb deno.lock Pipfile.lock poetry.lock uv.lock pdm.lock pylock.toml pylock.*.toml Cargo.lock "
-        "Gemfile.lock Podfile.lock composer.lock go.mod go.sum mix.lock",
+        "pnpm-lock.yaml bun.lock bun.lockb deno.lock Pipfile.lock poetry.lock uv.lock pdm.lock pylock.toml "
+        "pylock.*.toml Cargo.lock Gemfile.lock Podfile.lock composer.lock go.mod go.sum mix.lock",
     ),
     (
         "package",
