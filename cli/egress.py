@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cli import context, show
+from cli.network import covers
 from sandboxd.client import Egress, EgressName
 from sandboxd.termsafe import clean
 
@@ -75,17 +76,12 @@ def allowing(found: Egress) -> list[str]:
     for one in found.names:
         if one.decision != "denied" or one.rule not in ("not-listed", "port") or not one.name:
             continue
-        if listed(found.deny, one.name):
+        if covers(found.deny, one.name):
             continue
         if one.port in WEB_PORTS or one.by == "dns":
             hosts[one.name] = None
         else:
             services[f"{one.name}:{one.port}"] = None
-    flags = [("--allow", host) for host in hosts if not listed(found.allow or (), host)]
-    flags += [("--allow-tcp", service) for service in services if not listed(found.allow_tcp, service)]
+    flags = [("--allow", host) for host in hosts if not covers(found.allow or (), host)]
+    flags += [("--allow-tcp", service) for service in services if not covers(found.allow_tcp, service)]
     return [word for flag in flags for word in flag]
-
-
-def listed(entries: Iterable[str], wanted: str) -> bool:
-    """Whether a list of names, or of HOST:PORT, covers one."""
-    return any(wanted == entry or (entry.startswith("*.") and wanted.endswith(entry[1:])) for entry in entries)

@@ -8,7 +8,7 @@ words. A list that is given replaces the server's, so the server's own names are
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cli import show
@@ -75,6 +75,11 @@ def is_service(text: str) -> bool:
     """Whether it is HOST:PORT."""
     port = _SERVICE.fullmatch(text)
     return port is not None and 0 < int(port[1]) < 65536
+
+
+def covers(patterns: Iterable[str], name: str) -> bool:
+    """Whether one of `patterns` (NAME, `*.NAME` or HOST:PORT) holds for all of `name`, which may be one itself."""
+    return any(name == one or (one.startswith("*.") and name.endswith(one[1:]) and name != one[1:]) for one in patterns)
 
 
 def over(flags: Wanted, settings: Wanted, file: str = "") -> Wanted:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from cli.config import Secret
+from cli.network import covers
 from sandboxd.client import Network
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
@@ -108,16 +109,8 @@ def beyond(hosts: Sequence[str], network: Network) -> tuple[str, ...]:
     if network.mode != "allowlist":
         return ()
     names = dict.fromkeys((*(network.allow or ()), *network.allow_tcp))
-    open_ = [name for name in names if not _covered(name.partition(":")[0], network.deny)]
-    return tuple(name for name in open_ if not _covered(name.partition(":")[0], hosts))
-
-
-def _covered(name: str, patterns: Sequence[str]) -> bool:
-    """Whether all that `name` stands for, itself or with *. in front, is in one of the patterns."""
-    return any(
-        name == pattern or (pattern.startswith("*.") and name.endswith(pattern[1:]) and name != pattern[1:])
-        for pattern in patterns
-    )
+    open_ = [name for name in names if not covers(network.deny, name.partition(":")[0])]
+    return tuple(name for name in open_ if not covers(hosts, name.partition(":")[0]))
 
 
 def _jwt(value: str) -> Mapping[str, object] | None:

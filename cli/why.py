@@ -20,7 +20,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from cli import context, egress, show
+from cli import context, show
+from cli.network import covers
 from sandboxd.client import Client, Event, Network, Sandbox
 from sandboxd.errors import ApiError, NotFound, SandboxError
 from sandboxd.termsafe import clean
@@ -77,7 +78,7 @@ def explained(event: Event, sandbox: Sandbox | None, asked_context: str | None) 
     flags = clean(" ".join(map(shlex.quote, event.remedy.split())))
     where = f" --context={clean(shlex.quote(asked_context))}" if asked_context else ""
     network = sandbox.network if sandbox is not None else None
-    if network is not None and egress.listed(network.deny, event.name):
+    if network is not None and covers(network.deny, event.name):
         yield "this sandbox's deny list names it since, and beats what is allowed"
     elif network is not None and _allowed_now(event.remedy, network):
         yield "it is allowed in this sandbox since"
@@ -94,7 +95,7 @@ def explained(event: Event, sandbox: Sandbox | None, asked_context: str | None) 
 def _allowed_now(remedy: str, network: Network) -> bool:
     flag, _, wanted = remedy.partition(" ")
     lists = {"--allow": network.allow or (), "--allow-tcp": network.allow_tcp}
-    return network.mode == "open" or egress.listed(lists.get(flag, ()), wanted)
+    return network.mode == "open" or covers(lists.get(flag, ()), wanted)
 
 
 def target(name: str, port: int) -> str:

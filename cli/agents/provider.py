@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from cli.agents.table import Agent
+from cli.network import covers
 from sandboxd.termsafe import clean
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def unreached(agent: Agent, env: Mapping[str, str], network: Network) -> Iterato
 
 def _remedy(network: Network, flag: str, what: str) -> str:
     """A flag that names it is refused beside `none`, and changes nothing where the name is denied."""
-    if _fits(what.partition(":")[0], network.deny):
+    if covers(network.deny, what.partition(":")[0]):
         return "which this run may not reach: it is denied, whatever is allowed"
     mode = "--network allowlist " if network.mode == "none" else ""
     return f"which this run may not reach: {'use' if mode else 'add'} {mode}{flag} {what}"
@@ -60,10 +61,6 @@ def _address(value: str) -> tuple[str, int]:
 
 
 def _open(network: Network, what: str, allowed: tuple[str, ...]) -> bool:
-    if network.mode == "none" or _fits(what.partition(":")[0], network.deny):
+    if network.mode == "none" or covers(network.deny, what.partition(":")[0]):
         return False
-    return network.mode == "open" or _fits(what, allowed)
-
-
-def _fits(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(name == one or (one.startswith("*.") and name.endswith(one[1:]) and name != one[1:]) for one in patterns)
+    return network.mode == "open" or covers(allowed, what)

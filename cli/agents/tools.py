@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from cli.agents.start import BIN, READY, TOOLS_PATH, described, install_script
 from cli.agents.table import Agent, Npm, Script
+from cli.network import covers
 from cli.status import Status
 from sandboxd.client import (
     Capabilities,
@@ -105,10 +106,7 @@ def hints(agent: Agent, offer: Capabilities, network: Network) -> Iterator[str]:
 
 
 def _closed(network: Network, name: str) -> bool:
-    allowed = any(
-        name == rule or (rule.startswith("*.") and name.endswith(rule[1:])) for rule in network.allow or ()
-    )  # fmt: skip
-    return network.mode == "none" or (network.mode == "allowlist" and not allowed)
+    return network.mode == "none" or (network.mode == "allowlist" and not covers(network.allow or (), name))
 
 
 class Tools:
