@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from cli import config
 from cli.session import SANDBOX_ID
+from sandboxd.envnames import ENV_NAME
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
 
@@ -29,7 +30,6 @@ MIB = 2**20
 BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 REGION = re.compile(r"[a-z0-9-]{1,64}")
 PREFIX = re.compile(r"(?:(?!\.\.?(?:/|$))[A-Za-z0-9!_.*'()-]+(?:/(?!$)|/?$))+")
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LAST = re.compile(r"(bring-back|checkpoint)-([0-9]{8}T[0-9]{6}Z)-([0-9a-f]{40}|[0-9a-f]{64})\.bundle")
 REPOSITORY = re.compile(f"[0-9a-f]{{{REPOSITORY_DIGITS}}}")
@@ -101,9 +101,9 @@ def of(given: Mapping[str, object]) -> Mirror | None:
         endpoint=s3.take("endpoint", "", _is_endpoint, "https://HOST[:PORT], or http:// on loopback").rstrip("/"),
         prefix=f"{prefix.rstrip('/')}/" if prefix else "",
         path_style=s3.take("path_style", False, lambda value: isinstance(value, bool), "true or false"),
-        access_key_env=s3.take("access_key_env", "AWS_ACCESS_KEY_ID", _fits(VARIABLE), "a variable's name"),
-        secret_key_env=s3.take("secret_key_env", "AWS_SECRET_ACCESS_KEY", _fits(VARIABLE), "a variable's name"),
-        session_token_env=s3.take("session_token_env", "AWS_SESSION_TOKEN", _fits(VARIABLE), "a variable's name"),
+        access_key_env=s3.take("access_key_env", "AWS_ACCESS_KEY_ID", _fits(ENV_NAME), "a variable's name"),
+        secret_key_env=s3.take("secret_key_env", "AWS_SECRET_ACCESS_KEY", _fits(ENV_NAME), "a variable's name"),
+        session_token_env=s3.take("session_token_env", "AWS_SESSION_TOKEN", _fits(ENV_NAME), "a variable's name"),
         every_checkpoint=upload == "all",
         max_object_mb=most,
     )

@@ -20,7 +20,7 @@ from cli import network, profile
 from cli.agents.table import AGENTS
 from cli.config import Secret
 from sandboxd import plain_yaml
-from sandboxd.envnames import RESERVED_ENV
+from sandboxd.envnames import ENV_NAME, RESERVED_ENV
 from sandboxd.errors import SandboxError
 from sandboxd.plain_yaml import Section
 from sandboxd.termsafe import clean
@@ -28,7 +28,6 @@ from sandboxd.termsafe import clean
 MAX_BYTES = 64 << 10
 MAX_FAULTS = 20
 SOURCES = ("file", "command", "env")
-ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # What a server makes of a name is its own to say; here only what can be no name of a host at all is found.
 PATTERN = re.compile(r"(?:\*\.)?[^\s/:@*?#]{1,253}")
 HOST = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*")

@@ -195,7 +195,7 @@ class Output:
     message: str
 
 
-# For reflog entries of refs that are ours; a commit of the person's is made under their name.
+# Who commits in a sandbox, and makes the reflog entries of refs that are ours; a commit of the person's has their name.
 NOBODY: Mapping[str, str] = {
     "GIT_AUTHOR_NAME": "sandbox",
     "GIT_AUTHOR_EMAIL": "sandbox@localhost",

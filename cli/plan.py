@@ -13,23 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cli import bind, bucket, checkpoint, network, profile, secrets, snapshot, templates, volume
+from cli import bind, bucket, checkpoint, identity, network, profile, repository, secrets, snapshot, templates, volume
 from cli.agents.table import Agent
 from cli.bucket import Mirror
 from cli.config import Config, Secret
+from cli.githard import NOBODY, NOWHERE, Place
 from sandboxd.client import Create
-from sandboxd.envnames import RESERVED_ENV
+from sandboxd.envnames import ENV_NAME, RESERVED_ENV
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
 
-ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ZONE = re.compile(r"[A-Za-z0-9_+-]+(?:/[A-Za-z0-9_+-]+)*")
-IDENTITY = {
-    "GIT_AUTHOR_NAME": "sandbox",
-    "GIT_AUTHOR_EMAIL": "sandbox@localhost",
-    "GIT_COMMITTER_NAME": "sandbox",
-    "GIT_COMMITTER_EMAIL": "sandbox@localhost",
-}
 
 
 class Packed(NamedTuple):
@@ -112,7 +106,7 @@ def of(
         memory_mb=_number("--memory", args["--memory"], int) or (size and size.memory_mb),
         disk_mb=_number("--disk", args["--disk"], int) or (size and size.disk_mb) or None,
         idle_timeout_secs=_number("--idle", args["--idle"], int),
-        env=_identity(args, environ) | ({"TZ": zone} if zone else {}) | _from_files(settings, environ) | given,
+        env={**_identity(args, environ)} | ({"TZ": zone} if zone else {}) | _from_files(settings, environ) | given,
         labels=_labels(args["--label"]) | ({"agent": agent.name} if agent else {}),
         volumes=volume.given(args["--volume"]),
         **snapshots(args),
@@ -173,13 +167,10 @@ def _network(settings: Config) -> network.Wanted:
     )  # fmt: skip
 
 
-def _identity(args: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
+def _identity(args: Mapping[str, Any], environ: Mapping[str, str]) -> Mapping[str, str]:
     """Whose name commits in the sandbox bear: nobody's, or with --git the person's as git has it here."""
     if not args["--git"]:
-        return IDENTITY
-    from cli import identity, repository
-    from cli.githard import NOWHERE, Place
-
+        return NOBODY
     found = repository.locate(Path(args["--project"] or "."))
     return identity.of(Place(found.git_dir, found.top) if found else NOWHERE, environ)
 

@@ -1,8 +1,11 @@
-"""Names of a sandbox's environment variables: those that nobody sets. A leaf, so that the command line says early what
-the server would refuse."""
+"""Names of a sandbox's environment variables: what one is, and those that nobody sets. A leaf, so that the command line
+says early what the server would refuse."""
 
 from __future__ import annotations
 
+import re
+
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RESERVED_ENV = frozenset(
     {
         "SANDBOX_RUN_AS", "SANDBOX_EGRESS_ALLOW", "SANDBOX_INGRESS_PORTS", "SANDBOX_PROXY_PORT",

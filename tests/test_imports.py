@@ -388,7 +388,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("cli.secrets", ("cli.*", "sandboxd.client", "sandboxd.errors", "sandboxd.termsafe"), ("prctl",)),
     ("cli.__main__", ("cli.*", "sandboxd.errors", "sandboxd.termsafe"), ("docopt",)),
     ("cli.run", ("cli.*", "sandboxd.errors"), ("docopt",)),
-    ("cli.bucket", ("cli.*", "sandboxd.errors", "sandboxd.plain_yaml", "sandboxd.termsafe"), ()),
+    ("cli.bucket", ("cli.*", "sandboxd.envnames", "sandboxd.errors", "sandboxd.plain_yaml", "sandboxd.termsafe"), ()),
     ("cli.s3", ("cli.bucket", "sandboxd.termsafe"), ("botocore",)),
     (
         "cli*",
