@@ -53,6 +53,7 @@ RESERVED = frozenset({"fleet", "checkpoints", "mirror"})
 NAME_BYTES = 200
 # git-check-ref-format(1), but for the rules on slashes, dots and `.lock`, which are about parts.
 FORBIDDEN = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{")
+SHORT = 12  # digits of a commit where a person reads it
 LOCK = "tmp_sandbox.lock"  # git itself clears away what is named tmp_ once it is old
 QUARANTINE = "tmp_objdir-sandbox-"
 STALE_REF_LOCK_S = 10

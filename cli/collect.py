@@ -38,8 +38,6 @@ from sandboxd.client import Client
 from sandboxd.errors import Conflict, NotFound, SandboxError
 from sandboxd.termsafe import clean
 
-SHORT = 12
-
 
 def main(args: dict[str, Any]) -> int:
     config = Path(place.config_dir())
@@ -143,7 +141,7 @@ def tell(gathered: Gathered, received: Received | None, base: str, review: Revie
     if received is None:
         show.note("no new commits: nothing to bring back")
         return
-    ref, start = shlex.quote(received.ref), base[:SHORT]
+    ref, start = shlex.quote(received.ref), base[: bringback.SHORT]
     many = "1 commit" if received.commits == 1 else f"{received.commits} commits"
     show.note(f"brought back {many} to {received.ref}")
     if received.replaced:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from cli import contexts, show
 from cli.contexts import LOCAL, Context
-from cli.place import config_dir as config_dir
+from cli.place import config_dir
 from sandboxd import endpoint, unixhttp
 from sandboxd.client import Client
 from sandboxd.errors import SandboxError

@@ -33,6 +33,7 @@ from typing import Any
 
 from cli import context, contexts, show
 from cli.contexts import LOCAL, Context, Contexts
+from cli.place import config_dir
 from sandboxd import endpoint
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
@@ -81,7 +82,7 @@ def _add(name: str, one: Context) -> int:
             raise SandboxError(f"there is a context {name}: remove it first with: sandbox-cli context rm {name}")
         return now._replace(named={**now.named, name: one})
 
-    contexts.change(context.config_dir(), step)
+    contexts.change(config_dir(), step)
     show.line(name)
     show.note(f"make it the one that commands speak to with: sandbox-cli context use {name}")
     return 0
@@ -93,7 +94,7 @@ def _use(name: str) -> int:
             now.get(name)
         return now._replace(current=name)
 
-    contexts.change(context.config_dir(), step)
+    contexts.change(config_dir(), step)
     show.line(name)
     _note_environment()
     return 0
@@ -108,8 +109,8 @@ def _remove(name: str) -> int:
         left = {key: one for key, one in now.named.items() if key != name}
         return Contexts(left, now.current if now.current in left else LOCAL)
 
-    was = contexts.load(context.config_dir()).current
-    contexts.change(context.config_dir(), step)
+    was = contexts.load(config_dir()).current
+    contexts.change(config_dir(), step)
     show.line(name)
     if was == name:
         show.note(f"commands speak to {LOCAL} now")
@@ -117,7 +118,7 @@ def _remove(name: str) -> int:
 
 
 def _list(as_json: bool) -> int:
-    found = contexts.load(context.config_dir())
+    found = contexts.load(config_dir())
     own = context.local_sockets(os.geteuid(), os.environ)[0]
     rows = {LOCAL: Context(f"unix://{own}"), **found.named}
     if as_json:

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cli import gate
+from cli.bringback import CHECKPOINTS, REFS, SHORT
 from cli.gate import NOTHING, Review
 from cli.session import Session
-
-REFS = "refs/sandbox"
-SHORT = 12
 
 
 class State(StrEnum):
@@ -78,7 +76,7 @@ def of(record: Session, seen: Seen, held: Held, elsewhere: str = "") -> Fate:
     said: list[str] = []
     following: list[tuple[str, str]] = []
     bring_back, end = f"sandbox-cli bring-back {sandbox}", f"sandbox-cli kill{elsewhere} {sandbox}"
-    ref = f"{REFS}/checkpoints/{sandbox}" if held.checkpoint else ""
+    ref = f"{CHECKPOINTS}/{sandbox}" if held.checkpoint else ""
     if seen.state is State.STARTING:
         said.append("its sandbox is being made, by a sandbox-cli that is at work")
     elif seen.state is State.NEVER_MADE:

@@ -19,7 +19,6 @@ from cli import context, place, session, show, wording
 from sandboxd.errors import ApiError, SandboxError
 
 ENDED = "terminated"
-CHECKPOINTS = "refs/sandbox/checkpoints"
 
 
 def main(args: dict[str, Any]) -> int:
@@ -34,6 +33,8 @@ def main(args: dict[str, Any]) -> int:
         record = session.load(config, sandbox.id)
         session.forget(config, sandbox.id)
         if record and record.checkpoint:
+            from cli.bringback import CHECKPOINTS  # loads what works on repositories
+
             show.note(f"the checkpoint of {record.checkpoint_at} stays: {CHECKPOINTS}/{sandbox.id}")
         if sandbox.state == ENDED:
             show.note(f"{ref} had already ended")

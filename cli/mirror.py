@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from cli import bringback, bucket, config, gate, mirrored, place, repository, session, show
+from cli.bringback import SHORT
 from cli.bucket import Mirror, MirrorError
 from cli.repository import Repository
 from cli.s3 import Store
@@ -42,15 +43,14 @@ from cli.session import SANDBOX_ID
 from sandboxd.termsafe import clean
 
 HEAD = ("SANDBOX", "KIND", "TIME", "COMMIT", "SIZE")
-SHORT = 12
 
 
 def main(args: dict[str, Any]) -> int:
     project = config.directory(args["--project"])
     mirror = bucket.of(config.load(os.environ, project, args["--config"]).mirror)
     if mirror is None:
-        where = Path(place.config_dir()) / config.USER_FILE
-        raise MirrorError(f"no mirror is set up: write `mirror` into {clean(str(where))} (see docs/mirror.md)")
+        where = clean(str(config.user_file(os.environ)))
+        raise MirrorError(f"no mirror is set up: write `mirror` into {where} (see docs/mirror.md)")
     store = Store(mirror, os.environ)
     if args["check"]:
         return _check(mirror, store, args["--json"])

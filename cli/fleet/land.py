@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cli import gate, githard, identity, place, repository, show
+from cli import bringback, gate, githard, identity, place, repository, show
+from cli.bringback import SHORT
 from cli.fleet import merge, report, state
 from cli.fleet.state import Fleet, Store, Task
 from cli.repository import Repository
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
 
-SHORT = 12
 NAMED = 5
 STILL = {
     state.RUNNING: "it is still at work",
@@ -168,9 +168,7 @@ class Landing:
             why = f", {task.detail}" if task.detail else ""
             raise _Skipped(f"it {BECAME[task.state]}{why}; --unverified lands what came back all the same")
         ref = report.ref(task.branch)
-        named = f"{ref}^{{commit}}"
-        asked = githard.run(self._repo.place, "rev-parse", "--verify", "--quiet", named, accept=(0, 1, 128))
-        commit = asked.stdout.decode("ascii", "replace").strip()
+        commit = bringback.commit_of(self._repo, ref)
         if not commit or (commit == task.before and commit != task.commit):
             saved = report.checkpoint(task)
             raise _Skipped(f"nothing to land: it brought nothing back{f'; its checkpoint is {saved}' if saved else ''}")

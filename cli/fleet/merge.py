@@ -17,12 +17,11 @@ from typing import NamedTuple
 
 from cli import githard
 from cli.githard import Bounds, GitError
-from cli.repository import Repository
+from cli.repository import LISTING, Repository
 from sandboxd.errors import SandboxError
 
 # A merge that is cut off leaves half a working tree, so its bounds are wide.
 BOUNDS = Bounds(time_s=3600, cpu_s=3600)
-LISTING = Bounds(time_s=300, output_bytes=512 * 2**20)
 # What branch.<name>.mergeOptions, merge.* and pull.* could say otherwise.
 OPTIONS = (
     "--no-ff", "--commit", "--no-squash", "--strategy=ort", "--no-autostash", "--no-stat", "--no-log", "--no-signoff",

@@ -14,7 +14,6 @@ from cli.fleet.state import Fleet, Store, Task
 from sandboxd.errors import SandboxError
 
 HEAD = ("BRANCH", "AGENT", "STATE", "COMMITS", "TOOK", "WHY")
-CHECKPOINTS = f"{bringback.REFS}/checkpoints"
 
 
 def ref(branch: str) -> str:
@@ -47,11 +46,11 @@ def checkpoint(task: Task) -> str:
         record = session.load(Path(place.config_dir()), task.sandbox) if task.sandbox else None
     except SandboxError:
         return ""
-    return f"{CHECKPOINTS}/{task.sandbox}" if record and record.checkpoint else ""
+    return f"{bringback.CHECKPOINTS}/{task.sandbox}" if record and record.checkpoint else ""
 
 
 def _row(task: Task) -> tuple[str, ...]:
-    why = f"landed as {task.landed[:12]}" if task.landed else task.detail
+    why = f"landed as {task.landed[: bringback.SHORT]}" if task.landed else task.detail
     commits = "" if task.commits is None else str(task.commits)
     return task.branch, task.agent, task.state, commits, _took(task), why
 

@@ -17,6 +17,7 @@ import pytest
 from cli import __main__ as top
 from cli import context, contexts
 from cli.contexts import Context, Contexts
+from cli.place import config_dir
 from sandboxd.errors import SandboxError
 from tests.cli.person import COMMAND, Person
 from tests.cli.rawserver import ReadRequest, serving
@@ -235,7 +236,7 @@ def test_a_context_s_own_files_and_no_others(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("SANDBOX_TOKEN_FILE", str(tmp_path / "other"))
     monkeypatch.delenv("SANDBOX_CONTEXT", raising=False)
     mine = Context("http://127.0.0.1:9", str(tmp_path / "mine"))
-    contexts.change(context.config_dir(), lambda _: Contexts({"m": mine}, "m"))
+    contexts.change(config_dir(), lambda _: Contexts({"m": mine}, "m"))
 
     def files(asked: str | None) -> str:
         return context.choose(asked).client.endpoint.token_file
