@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import io
 import os
+import select
+import socket
+import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +50,13 @@ class Ground:
     world: World
     base: str
     environ: dict[str, str]
+    proxy: socket.socket  # where the repository's settings send what git asks over HTTP
+
+    def dialled(self) -> bool:
+        with suppress(BlockingIOError):
+            self.proxy.accept()[0].close()
+            return True
+        return False
 
     def repo(self) -> Repository:
         found = repository.discover(self.world.repo / "dir")
@@ -59,7 +70,7 @@ class Ground:
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
     clean = worlds.build(tmp_path_factory.mktemp("clean"))
     world = worlds.copy(clean, tmp_path_factory.mktemp("hostile"))
     program = world.marker.read_text()
@@ -68,15 +79,24 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     together = [plant for plant in PLANTS if plant.name not in APART]
     for plant in dict.fromkeys(each.plant for each in sorted(together, key=lambda each: each.name not in FIRST)):
         plant(world)
+    proxy = socket.create_server(("127.0.0.1", 0))
+    proxy.setblocking(False)
+    address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+    for key, value in (("http.proxy", address), ("http.http://web.test.proxy", address), ("remote.web.proxy", address),
+                       ("remote.web.url", "http://web.test/r.git")):  # fmt: skip
+        world.config(key, value)
     world.marker.write_text(program)
     world.marks.unlink(missing_ok=True)
     environ = {key: value for plant in together for key, value in plant.env(world).items()}
-    return Ground(world, base, environ | worlds.IDENTITY | {"HOME": str(world.home)})
+    with proxy:
+        yield Ground(world, base, environ | worlds.IDENTITY | {"HOME": str(world.home)}, proxy)
 
 
 @pytest.fixture
 def ground(planted: Ground, monkeypatch: pytest.MonkeyPatch) -> Ground:
     planted.world.marks.unlink(missing_ok=True)
+    while planted.dialled():
+        pass
     for key, value in planted.environ.items():
         monkeypatch.setenv(key, value)
     monkeypatch.chdir(planted.world.repo)
@@ -157,6 +177,7 @@ def test_nothing_planted_runs_and_only_the_expected_refs_change(
     ground.world.marks.unlink(missing_ok=True)  # plain git, asked for the refs
     act(ground, mirror)
     assert not ground.world.fired(), "a planted program ran on the host"
+    assert not ground.dialled(), "a planted proxy was asked"
     files_after, after = ground.state()
     assert {ref for ref in {*before, *after} if before.get(ref) != after.get(ref)} == refs
     assert files_after == files
@@ -173,6 +194,7 @@ def test_a_merge_that_lands_a_branch_runs_nothing(ground: Ground) -> None:
     ground.world.marks.unlink(missing_ok=True)
     done = merge.merge(ground.repo(), commit, "Merge", identity.of(ground.repo().place, os.environ))
     assert not ground.world.fired(), "a planted program ran on the host"
+    assert not ground.dialled(), "a planted proxy was asked"
     assert done.commit and text(ground.world.repo, "rev-parse", "main") == done.commit
     assert {name: (ground.world.repo / name).read_bytes() for name in kept} == before
 
@@ -183,6 +205,13 @@ def test_plain_git_runs_what_is_planted_there(ground: Ground) -> None:
         ground.world.marks.unlink(missing_ok=True)
         ground.world.plain(*command, env={**ground.environ, "PATH": worlds.PATH})
         assert ground.world.fired(), command
+    environ = {"PATH": worlds.PATH, "HOME": str(ground.world.home)}
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(
+        ["git", "ls-remote", "web"], cwd=ground.world.repo, env=environ, stdin=quiet, stdout=quiet, stderr=quiet
+    ) as plain:
+        assert select.select([ground.proxy], [], [], 30)[0], "plain git asks the proxy, and would wait for its answer"
+        plain.kill()
 
 
 def test_a_whole_run_from_there(ground: Ground, tmp_path: Path) -> None:
@@ -195,7 +224,7 @@ def test_a_whole_run_from_there(ground: Ground, tmp_path: Path) -> None:
         environ = {key: value for key, value in ground.environ.items() if key not in own}
         script = "echo x > Makefile; printf x > \"$(printf 'a\\033[2J\\342\\200\\256b')\""
         done = person.run("run", "--name=whole", "--", "sh", "-c", script, cwd=ground.world.repo, **environ)
-        assert (done.returncode, ground.world.fired()) == (0, False), done.stderr
+        assert (done.returncode, ground.world.fired(), ground.dialled()) == (0, False, False), done.stderr
     files_after, after = ground.state()
     assert {ref for ref in {*before, *after} if before.get(ref) != after.get(ref)} == {"refs/sandbox/whole"}
     assert {name for name in files_after if files_after[name] != files.get(name)} == set()

@@ -36,18 +36,28 @@ def tree_digest(top: Path) -> str:
 
 
 def test_commits_come_back_into_one_ref_and_nothing_else_moves(daemon: Daemon, repository: Path) -> None:
+    (repository / "run.sh").write_text("#!/bin/sh\necho it runs\n")
+    (repository / "run.sh").chmod(0o755)
+    (repository / "to").symlink_to("run.sh")
+    git(repository, "add", "run.sh", "to")
+    git(repository, "commit", "-qm", "Zero")
     (repository / "dirty.txt").write_text("not committed\n")
     (repository / "hello.txt").write_text("edited, not committed\n")
     before, head = tree_digest(repository), git(repository, "rev-parse", "HEAD").strip()
-    script = "cat hello.txt; git log --oneline | wc -l; echo more >> hello.txt; git commit -qam Two; echo left >new.txt"
+    # In there it is as committed: nothing changed, what could be run can be, and nothing else.
+    script = "git status --porcelain; ./to; stat -c %A hello.txt run.sh to; cat hello.txt; "
+    script += "git log --oneline | wc -l; echo more >> hello.txt; git commit -qam Two; echo left >new.txt"
     ran = daemon.cli(*RUN, "--name", "one", "--", "sh", "-c", script, cwd=repository)
     assert ran.returncode == 0, ran.stderr.decode()
-    assert ran.stdout.split() == [b"hello", b"1"]
+    said = ["it runs", "-rw-r--r--", "-rwxr-xr-x", "lrwxrwxrwx", "hello", "2"]
+    assert ran.stdout.decode().splitlines() == said
     assert b"refs/sandbox/one" in ran.stderr + ran.stdout
     assert tree_digest(repository) == before
     assert git(repository, "for-each-ref", "--format=%(refname)").split() == ["refs/heads/main", "refs/sandbox/one"]
     assert git(repository, "show", "refs/sandbox/one:hello.txt") == "hello\nmore\n"
     assert git(repository, "show", "refs/sandbox/one:new.txt") == "left\n"
+    changed = git(repository, "diff-tree", "-r", "--raw", "HEAD", "refs/sandbox/one").splitlines()
+    assert [(line.split()[1], line.split()[-1]) for line in changed] == [("100644", "hello.txt"), ("100644", "new.txt")]
     assert git(repository, "merge-base", "HEAD", "refs/sandbox/one").strip() == head
     assert git(repository, "fsck", "--strict", "--no-dangling") == ""
     assert [s for s in daemon.client.sandboxes() if s.name == "one" and s.state != "terminated"] == []
