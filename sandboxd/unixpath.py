@@ -30,13 +30,16 @@ class SocketInUseError(OSError):
 
 
 @contextmanager
-def named(path: str | Path) -> Iterator[str]:
-    """A short name for the socket at `path`, good inside the block.
+def named(path: str | Path, dir_fd: int | None = None) -> Iterator[str]:
+    """A short name for the socket at `path`, good inside the block. With `dir_fd`, `path` is a name in that directory:
+    whoever may write there can put any socket in its place, and nothing that leads out.
 
     Raises FileNotFoundError and the other errors of open; OSError ENOTSOCK for anything but a socket, a
     symbolic link included.
     """
-    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if dir_fd is not None:
+        _must_be_component(str(path))
+    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK), str(path))

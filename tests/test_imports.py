@@ -222,6 +222,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     # A test's stand-in for the VMM answers by it.
     ("sandboxd.vm.firecracker_calls", (), ()),
     ("sandboxd.vm.firecracker_versions", (), ()),
+    ("sandboxd.vm.firecracker_client", ("sandboxd.vm.*", "sandboxd.termsafe", "sandboxd.unixpath"), ("anyio", "h11")),
     ("sandboxd.vm.*", ("sandboxd.vm.*", "sandboxd.errors", "sandboxd.unixpath", "native"), ("anyio",)),
     ("sandboxd.socketstream", ("sandboxd.unixpath",), ("anyio",)),
     ("sandboxd.tlsstream", ("sandboxd.socketstream",), ("anyio",)),

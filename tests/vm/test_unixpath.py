@@ -54,6 +54,18 @@ def test_named_leaves_no_descriptor(deep: Path, deep_fd: int) -> None:
         assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_named_in_a_directory_takes_a_socket_of_it_and_follows_no_link(deep: Path, deep_fd: int) -> None:
+    with unixpath.bind(deep_fd, "s"):
+        with unixpath.named("s", deep_fd) as name, socket.socket(socket.AF_UNIX) as client:
+            client.connect(name)
+        (deep / "link").symlink_to("s")
+        with pytest.raises(OSError, match="non-socket"), unixpath.named("link", deep_fd):
+            pass
+        for name in (str(deep / "s"), "../s", "..", ""):
+            with pytest.raises(ValueError), unixpath.named(name, deep_fd):
+                pass
+
+
 def test_a_live_socket_is_refused_and_goes_on_listening(deep: Path, deep_fd: int) -> None:
     with unixpath.bind(deep_fd, "s"):
         inode = os.stat(deep / "s").st_ino
