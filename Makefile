@@ -158,10 +158,11 @@ programs: $(PROGRAMS)
 $(BUILD)/sandbox-vsock: | apt
 	@$(MAKE) -s -C native/vsock all
 
-# These two run inside the guest, where no shared library is to be relied on.
-$(BUILD)/guest-init $(BUILD)/guest-exec: $(BUILD)/guest-%: native/guest_%.c | apt
+# These two run inside the guest, where no shared library is to be relied on. Their bytes are part of what images are
+# known by, so where the clone is must not be in them.
+$(BUILD)/guest-init $(BUILD)/guest-exec: $(BUILD)/guest-%: native/guest_%.c Makefile | apt
 	@mkdir -p $(BUILD)
-	$(CC) $(CFLAGS_HARD) -static $(LDFLAGS_HARD) -o $@ $<
+	$(CC) $(CFLAGS_HARD) -ffile-prefix-map=$(CURDIR)=. -static $(LDFLAGS_HARD) -o $@ $<
 
 standins: $(BUILD)/firecracker-standin
 

@@ -159,7 +159,10 @@ def builder(assets_dir: Path, waiting: Callable[[], None]) -> Iterator[Path]:
         assets_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
         lock = os.open(assets_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise SetupError(f"{assets_dir} cannot be written: {error.strerror}") from error
+        raise SetupError(
+            f"{assets_dir} lacks what this version starts from, and cannot be written: {error.strerror}. Let its owner "
+            f"run this version's sandboxd prepare --assets-dir {assets_dir}, or choose another with --assets-dir"
+        ) from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -54,6 +54,13 @@ def test_a_program_that_is_not_compiled_is_named(program: str, build_dir: Path) 
         prepare.prepare(build_dir / "assets", build_dir, lambda progress: None)
 
 
+@pytest.mark.parametrize("program", ["guest-init", "guest-exec"])
+def test_where_a_clone_is_makes_no_difference_to_its_assets(program: str) -> None:
+    if not (BUILD / program).exists():
+        pytest.skip(f"build/{program} is not compiled; `make` does it")
+    assert bytes(ROOT) not in (BUILD / program).read_bytes()
+
+
 def test_nothing_is_present_in_a_new_directory_and_none_is_made(build_dir: Path, tmp_path: Path) -> None:
     assert prepare.present(tmp_path / "assets", build_dir) is None
     assert not (tmp_path / "assets").exists()

@@ -56,6 +56,13 @@ def test_a_second_run_asks_nobody(tmp_path: Path) -> None:
     assert lines(log) == []
 
 
+def test_a_directory_of_somebody_elses_that_lacks_something_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assets = tmp_path / "file" / "assets"
+    with pytest.raises(SetupError, match=rf"(?s)^{assets} lacks .*sandboxd prepare --assets-dir {assets}, or choose"):
+        produce(assets, tiny(tmp_path / "log"), quiet)
+
+
 def test_published_files_are_read_only_and_nothing_else_is_left(tmp_path: Path) -> None:
     assets = tmp_path / "assets"
     made = produce(assets, tiny(tmp_path / "log"), quiet)

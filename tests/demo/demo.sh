@@ -43,7 +43,7 @@ before=$(state_of)
 if ! sandbox-cli list >/dev/null 2>&1; then
     say "No sandboxd answers: starting one as $(id -un), for this demo"
     log="$repo.sandboxd.log"
-    sandboxd >"$log" 2>&1 &
+    sandboxd ${SANDBOX_TEST_ASSETS:+--assets-dir "$SANDBOX_TEST_ASSETS"} >"$log" 2>&1 &
     daemon=$!
     trap 'kill "$daemon" 2>/dev/null || true; wait "$daemon" 2>/dev/null || true' EXIT
     for _ in $(seq 100); do
