@@ -57,7 +57,7 @@ def main(args: dict[str, Any]) -> int:
         bringback.check_name(args["--name"])
     name = args["--name"] or record.branch
     gathered, received = collect(endpoint.client, sandbox.id, repo, record.base, name)
-    session.update(config, record.sandbox, brought_back=True)
+    remember(config, sandbox.id, received)
     review = gate.review(repo, record.base, received.commit) if received else Review()
     if args["--json"]:
         show.as_json(result(received, review))
@@ -95,9 +95,9 @@ def ended(ref: str, name: str, record: Session | None) -> str:
     """Why nothing more comes of it, and where to look for what came. A record that is gone was done with."""
     if record and record.checkpoint and not record.done:
         return f"{ref} has ended; {checkpoint.where(record)}: sandbox-cli recover"
-    if record and not record.brought_back:
+    if record and not record.brought:
         return f"{ref} has ended, and nothing had been brought back from it"
-    where = f"{bringback.REFS}/{record.branch if record else name}"
+    where = f"{bringback.REFS}/{record.brought if record else name}"
     return f"{ref} has ended; what it brought back{'' if record else ', if anything,'} is {where}"
 
 
@@ -122,6 +122,12 @@ def collect(
         bundle.flush()
         bundle.seek(0)
         return gathered, bringback.receive(repo, bundle, base, name)
+
+
+def remember(config: Path, sandbox: str, received: Received | None) -> Session | None:
+    """Writes into the record that it was asked for, and as what something came back."""
+    came: dict[str, Any] = {"brought": received.ref.removeprefix(f"{bringback.REFS}/")} if received else {}
+    return session.update(config, sandbox, brought_back=True, **came)
 
 
 def to_mirror(mirror: Mirror, config: Path, repo: Repository, sandbox: str, received: Received) -> None:

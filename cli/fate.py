@@ -44,7 +44,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The repository's side: the commits of the run's own ref and of its checkpoint's, "" where there is none.
+    """The repository's side: the commits of the ref that came back and of its checkpoint's, "" where there is none.
 
     `review` is of the checkpoint. `lost` says that the record names a checkpoint that no ref keeps, `why` why the
     repository cannot be looked at.
@@ -96,9 +96,11 @@ def of(record: Session, seen: Seen, held: Held, elsewhere: str = "") -> Fate:
     else:
         said.append("its sandbox is gone" + ("" if record.brought_back or ref else ", and nothing came back from it"))
     said += _of_checkpoint(record, held, ref)
-    if record.brought_back and not held.why:
+    if record.brought and not held.why:
         gone = "" if held.brought else ", which was deleted since"
-        said.append(f"what came back earlier is {REFS}/{record.branch}{gone}")
+        said.append(f"what came back earlier is {REFS}/{record.brought}{gone}")
+    elif record.brought_back and not held.why:
+        said.append("when it was last asked for its commits there was nothing new")
     if seen.state is State.GONE:
         if not ref and not record.brought_back and not held.why:
             said.append("its work is lost")

@@ -187,7 +187,7 @@ def held(record: Session, sandbox: str) -> Held:
         repo = repository.discover(Path(record.repo))
         if repo is None:
             return Held(why=f"there is none at {clean(record.repo)} any more")
-        brought = bringback.commit_of(repo, f"{bringback.REFS}/{record.branch}") if record.branch else None
+        brought = bringback.commit_of(repo, f"{bringback.REFS}/{record.brought}") if record.brought else None
         checkpoint = bringback.commit_of(repo, f"{bringback.CHECKPOINTS}/{sandbox}") if sandbox else None
         kept = checkpoint is None and record.checkpoint and bringback.commit_of(repo, record.checkpoint)
         review = gate.review(repo, record.base, checkpoint) if checkpoint else Review()

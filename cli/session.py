@@ -50,7 +50,8 @@ class Session:
 
     `sandbox` is "" and `branch` may be while the sandbox is being made. `context` is the endpoint's address. `started`
     and `checkpoint_at` are RFC 3339 in UTC, "" for never; `checkpoint` is a commit or ""; `mirrored` are object names.
-    `brought_back`: what was there at some time came back. `done`: the run went to its end, with nothing left to do.
+    `brought_back`: it was asked at some time for what it holds, and `brought` is the name below refs/sandbox/ that this
+    came back as, "" where there was nothing new. `done`: the run went to its end, with nothing left to do.
     """
 
     sandbox: str
@@ -64,6 +65,7 @@ class Session:
     checkpoint_at: str = ""
     done: bool = False
     brought_back: bool = False
+    brought: str = ""
     mirrored: tuple[str, ...] = ()
     run: str = ""
 

@@ -118,7 +118,7 @@ class Workspace:
         record = self._record
         assert record is not None
         gathered, received = collect.collect(client, sandbox, self._repo, record.base, record.branch)
-        now = session.update(self._config, record.sandbox, brought_back=True)
+        now = collect.remember(self._config, record.sandbox, received)
         review = gate.review(self._repo, record.base, received.commit) if received else gate.Review()
         collect.tell(gathered, received, record.base, review)
         if received and self._mirror:

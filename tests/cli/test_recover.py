@@ -269,6 +269,22 @@ def test_a_detached_run_is_one_that_its_command_line_left(person: Person, rig: R
     assert (one["state"], one["said"]) == ("running", ["its sandbox runs, its command ended with 3"])
 
 
+def test_what_a_bring_back_found_is_what_is_said_of_it(person: Person, rig: Rig) -> None:
+    project = person.home / "project"
+    sandbox = person.run("run", "-d", "--name=bg", "--", "sleep", "600", cwd=project).stdout.decode().strip()
+    git(project, "update-ref", "refs/sandbox/bg", "HEAD")  # of an earlier run of that name
+    assert person.run("bring-back", "bg").returncode == 0
+    [one] = recover(person)
+    assert one["said"][1:] == ["when it was last asked for its commits there was nothing new"]
+    Client(str(rig.socket)).run(sandbox, ["touch", "/workspace/work"])
+    assert person.run("bring-back", "bg", "--name=other").returncode == 0
+    [one] = recover(person)
+    assert one["said"][1:] == ["what came back earlier is refs/sandbox/other"]
+    Client(str(rig.socket)).delete(sandbox)
+    late = person.run("bring-back", sandbox)
+    assert "what it brought back is refs/sandbox/other" in late.stderr.decode()
+
+
 def test_two_command_lines_on_one_run(person: Person, rig: Rig) -> None:
     """One brings back and one asks while a third is at work, and ends."""
     project = person.home / "project"
@@ -455,12 +471,15 @@ COMMIT = "c" * 40
                      ["its sandbox is gone, and nothing came back from it", "its work is lost",
                       "if its machine died by itself, sandboxd keeps its disk until it is killed: docs/operations.md"],
                      ["sandbox-cli recover forget sb"], id="gone, and sandboxd may have its disk"),
-        pytest.param({"brought_back": True}, Seen(State.GONE, "sb"), Held(brought=COMMIT),
-                     ["its sandbox is gone", "what came back earlier is refs/sandbox/job"],
+        pytest.param({"brought_back": True, "brought": "x"}, Seen(State.GONE, "sb"), Held(brought=COMMIT),
+                     ["its sandbox is gone", "what came back earlier is refs/sandbox/x"],
                      ["sandbox-cli recover forget sb"], id="gone after a bring-back"),
-        pytest.param({"brought_back": True}, Seen(State.GONE, "sb"), Held(),
-                     ["its sandbox is gone", "what came back earlier is refs/sandbox/job, which was deleted since"],
+        pytest.param({"brought_back": True, "brought": "x"}, Seen(State.GONE, "sb"), Held(),
+                     ["its sandbox is gone", "what came back earlier is refs/sandbox/x, which was deleted since"],
                      ["sandbox-cli recover forget sb"], id="and its ref is gone too"),
+        pytest.param({"brought_back": True}, Seen(State.GONE, "sb"), Held(),
+                     ["its sandbox is gone", "when it was last asked for its commits there was nothing new"],
+                     ["sandbox-cli recover forget sb"], id="gone after a bring-back of nothing"),
         pytest.param({}, Seen(State.GONE, "sb"), Held(checkpoint=COMMIT),
                      ["its sandbox is gone", f"its checkpoint is {REF}sb"],
                      [f"git log {'b' * 12}..{REF}sb", f"git diff {'b' * 12} {REF}sb", f"git merge {REF}sb",

@@ -21,7 +21,7 @@ RECORD = Session("sb-1", "local", "/home/alice/\udcffproject", "a" * 40, "demo",
 
 def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
     started = "2029-01-01T00:00:00Z"
-    full = Session("sb_2", "c", "/r", "b" * 64, "n/m", "claude", started, "c" * 40, "x", True, True, ("k",))
+    full = Session("sb_2", "c", "/r", "b" * 64, "n/m", "claude", started, "c" * 40, "x", True, True, "n", ("k",))
     for record in (RECORD, full):
         session.save(tmp_path / "config", record)
         assert session.load(tmp_path / "config", record.sandbox) == record
