@@ -25,8 +25,8 @@ WRITTEN_MB_S = 20  # a disk slower than that is not waited for when memory is sa
 
 
 class Names(StrEnum):
-    """What is in the jail. `LOG` and `METRICS` are to be named pipes whose maker holds them open for reading: a guest can
-    make its VMM write into them as long as it likes, and a full pipe drops what a file would keep. Drives are
+    """What is in the jail. `LOG` and `METRICS` are to be named pipes whose maker holds them open for reading: a guest
+    can make its VMM write into them as long as it likes, and a full pipe drops what a file would keep. Drives are
     `drive(0)` and so on."""
 
     API_SOCKET = "api.sock"

@@ -78,7 +78,7 @@ def test_the_requests_are_those_of_the_golden_text(name: str) -> None:
 
 
 def test_every_golden_text_is_some_sequence() -> None:
-    assert {path.stem for path in GOLDEN.iterdir()} == set(SEQUENCES)
+    assert {path.stem for path in GOLDEN.iterdir() if not path.stem.startswith("jailer")} == set(SEQUENCES)
 
 
 def state_after(request: Request, state: State) -> State:
