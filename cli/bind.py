@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cli import changed, gate, place, show
+from cli import changed, gate, place, show, survey
 from sandboxd.client import Bind, Capabilities, Client
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
@@ -74,11 +74,11 @@ class Watch:
 
     def __init__(self, bind: Bind) -> None:
         self._directory = Path(os.path.realpath(bind.host_path))
-        self._before = changed.snapshot(self._directory)
+        self._before = survey.snapshot(self._directory)
 
     def tell(self, *, running: bool) -> dict[str, Any]:
         """Says what differs now, and gives it as `--json` prints it. `running`: the sandbox can still change it."""
-        review = changed.compare(self._before, changed.snapshot(self._directory))
+        review = changed.compare(self._before, survey.snapshot(self._directory))
         for line in changed.lines(review):
             show.note(line)
         if running:

@@ -29,7 +29,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +160,21 @@ def receive_mirrored(
     """
     expected = Expected(None, f"{MIRRORED}/{sandbox}", commit)
     return _take_over(repo, bundle, root, expected, limits)
+
+
+@contextmanager
+def returned(pieces: Iterable[bytes], limits: Limits = DEFAULT) -> Iterator[IO[bytes]]:
+    """What a sandbox returns, as a file without a name, at its start; no more of it is written than may come back."""
+    with tempfile.TemporaryFile(prefix="sandbox-") as file:
+        size = 0
+        for piece in pieces:
+            size += len(piece)
+            if size > limits.bundle_bytes:
+                raise BundleRefusedError("the returned bundle is refused: it is too large")
+            file.write(piece)
+        file.flush()
+        file.seek(0)
+        yield file
 
 
 def drop_checkpoint(repo: Repository, sandbox: str, commit: str) -> None:

@@ -1,15 +1,13 @@
 """What a run changed in a directory of the host that it could write to: git's settings, hooks, files that are run.
 
-In: a directory, before the sandbox starts and after it ended. Out: two snapshots, and of what differs a `gate.Review`.
-Taking one is `survey`; comparing is pure, and reads nothing.
+In: what `survey` saw before the sandbox started and after it ended. Out: of what differs, a `gate.Review`. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from cli import gate, gitconfig, manifests, survey
+from cli import gate, gitconfig, manifests
 from cli.gate import Finding, Review
 from cli.survey import Seen, Snapshot
 
@@ -17,11 +15,6 @@ HEADING = "changed in the directory, and run or obeyed on this machine later"
 LEFT_BEHIND = frozenset({"hook", "git"})  # of these, one that is gone matters too
 
 Settings = Sequence[tuple[str, str]] | str | None
-
-
-def snapshot(directory: Path) -> Snapshot:
-    """What programs on this machine would run or obey below `directory` as it is now; never raises."""
-    return survey.snapshot(directory)
 
 
 def compare(before: Snapshot, after: Snapshot) -> Review:

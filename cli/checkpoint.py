@@ -13,9 +13,9 @@ last failure only until the next success.
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 
@@ -105,17 +105,10 @@ def take(
     said = gather.in_workspace(client, record.sandbox, SCRIPT, script, "a checkpoint", TIMEOUT_S)
     if not is_new(said, record.checkpoint != ""):
         return record
-    with tempfile.TemporaryFile(prefix="sandbox-") as bundle:
-        size = 0
-        for data in client.get_workspace(record.sandbox, record.base, BRANCH):
-            size += len(data)
-            if size > bringback.DEFAULT.bundle_bytes:
-                raise CheckpointError("the checkpoint is larger than what may come back")
-            if superfluous():
-                return record
-            bundle.write(data)
-        bundle.flush()
-        bundle.seek(0)
+    pieces = client.get_workspace(record.sandbox, record.base, BRANCH)
+    with bringback.returned(takewhile(lambda _: not superfluous(), pieces)) as bundle:
+        if superfluous():
+            return record
         received = bringback.receive_checkpoint(repo, bundle, record.base, record.sandbox)
     now = session.now()
     changed = session.update(config, record.sandbox, checkpoint=received.commit, checkpoint_at=now)

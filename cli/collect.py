@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -106,22 +105,14 @@ def collect(
 ) -> tuple[Gathered, Received | None]:
     """Commit in the guest, fetch the bundle, check and take it; None when there is nothing new."""
     gathered = gather(client, sandbox, base)
-    with tempfile.TemporaryFile(prefix="sandbox-") as bundle:
-        try:
-            size = 0
-            for data in client.get_workspace(sandbox, base, BRANCH):
-                size += len(data)
-                if size > bringback.DEFAULT.bundle_bytes:
-                    raise bringback.BundleRefusedError("the returned bundle is refused: it is too large")
-                bundle.write(data)
-        except Conflict:
-            # So is a sandbox answered that ended just now, or whose disk is full: then the work is not "nothing".
-            if gathered.nothing_new:
-                return gathered, None
-            raise
-        bundle.flush()
-        bundle.seek(0)
-        return gathered, bringback.receive(repo, bundle, base, name)
+    try:
+        with bringback.returned(client.get_workspace(sandbox, base, BRANCH)) as bundle:
+            return gathered, bringback.receive(repo, bundle, base, name)
+    except Conflict:
+        # So is a sandbox answered that ended just now, or whose disk is full: then the work is not "nothing".
+        if gathered.nothing_new:
+            return gathered, None
+        raise
 
 
 def remember(config: Path, sandbox: str, received: Received | None) -> Session | None:

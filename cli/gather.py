@@ -20,6 +20,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from cli import show
 from sandboxd.client import Client
 from sandboxd.errors import InvalidRequest, SandboxError
 from sandboxd.termsafe import clean
@@ -179,19 +180,14 @@ def read(output: bytes) -> Gathered:
         elif word == "nothing_new":
             nothing_new = True
     if branches:
-        left.append(f"other branches: {_some(branches)}")
+        left.append(f"other branches: {show.some(branches, SHOWN_NAMES)}")
     if repositories:
-        left.append(f"the contents of repositories inside the workspace: {_some(repositories)}")
+        left.append(f"the contents of repositories inside the workspace: {show.some(repositories, SHOWN_NAMES)}")
     ignored = [clean(name) for name in tail.decode(errors="replace").split("\0") if name] if mark else []
     if ignored:
-        notes.append(f"ignored files stay behind: {_some(ignored)}")
+        notes.append(f"ignored files stay behind: {show.some(ignored, SHOWN_NAMES)}")
     return Gathered(tuple(notes), tuple(left), nothing_new)
 
 
 def _where(name: str) -> str:
     return "a detached HEAD" if name in ("", "HEAD") else f"the branch {name}"
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - SHOWN_NAMES
-    return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

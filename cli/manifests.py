@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from cli import githard
+from cli import githard, show
 from cli.executed import folded
 from cli.githard import GitError
 from sandboxd.termsafe import clean
@@ -131,10 +131,8 @@ def _lines(text: bytes) -> set[str]:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first few names, and how many more."""
-    listed = [cut(name) for name in names]
-    more = len(listed) - NAMED
-    return ", ".join(listed[:NAMED]) + (f" and {more} more" if more > 0 else "")
+    """The first few names, each fit for a line."""
+    return show.some([cut(name) for name in names], NAMED)
 
 
 def cut(text: str) -> str:

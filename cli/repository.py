@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli import githard
+from cli import githard, show
 from cli.githard import Bounds, GitError, Place
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
@@ -295,8 +295,7 @@ def _filtered(place: Place, paths: list[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def _some(paths: list[bytes]) -> str:
-    names = ", ".join(_text(path) for path in paths[:NAMED])
-    return f"{names} and {len(paths) - NAMED} more" if len(paths) > NAMED else names
+    return show.some([_text(path) for path in paths], NAMED)
 
 
 def _text(raw: bytes) -> str:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from cli import show
 from cli.config import Secret
 from cli.network import covers
 from sandboxd.client import Network
@@ -97,8 +98,8 @@ def reach(secrets: Iterable[Secret], network: Network) -> tuple[str, ...]:
     for one in secrets:
         more = beyond(one.hosts, network) if one.hosts else ()
         if more:
-            shown = ", ".join(more[:SHOWN]) + (f" and {len(more) - SHOWN} more" if len(more) > SHOWN else "")
-            notes.append(f"secret {one.name} is meant for {', '.join(one.hosts)}; this sandbox may also reach {shown}")
+            meant, others = ", ".join(one.hosts), show.some(more, SHOWN)
+            notes.append(f"secret {one.name} is meant for {meant}; this sandbox may also reach {others}")
     return tuple(notes)
 
 

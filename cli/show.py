@@ -109,6 +109,12 @@ def cut(text: str, width: int) -> str:
     return text
 
 
+def some(names: Sequence[str], most: int) -> str:
+    """The first of them, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def network(value: Network) -> str:
     """`none`, or the mode with how many names it allows."""
     if value.mode != "allowlist":

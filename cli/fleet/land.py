@@ -150,10 +150,9 @@ class Landing:
         done = merge.merge(self._repo, commit, f"Merge fleet task {task.branch}", self._identity)
         if not done.commit:
             self.conflict = {"branch": task.branch, "paths": list(done.conflicts)}
-            some = ", ".join(clean(path) for path in done.conflicts[:NAMED])
-            more = f" and {len(done.conflicts) - NAMED} more" if len(done.conflicts) > NAMED else ""
+            some = show.some([clean(path) for path in done.conflicts], NAMED)
             raise LandError(
-                f"{task.branch} conflicts with {clean(self._repo.branch or 'HEAD')} in {some}{more}: resolve it and "
+                f"{task.branch} conflicts with {clean(self._repo.branch or 'HEAD')} in {some}: resolve it and "
                 "git commit, or git merge --abort; then land the others"
             )
         self._store.change(task.branch, landed=done.commit)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import bringback, changed, gate, githard, repository
+from cli import bringback, gate, githard, repository, survey
 from cli.githard import Bounds, GitError, Place
 from tests.cli.planted import world as worlds
 from tests.cli.planted.plants import PLANTS, Plant
@@ -59,7 +59,7 @@ def everything(world: World, plant: Plant) -> None:
     assert received.commits == 2
     if SOAK:
         assert gate.review(repo, base, received.commit).unseen == ""
-        assert changed.snapshot(world.repo).unseen == ""
+        assert survey.snapshot(world.repo).unseen == ""
     verbs = {command[0] for command in plant.control}
     verbs = verbs.union(*(NEEDS.get(verb, set()) for verb in verbs))
     for command in COMMANDS:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from moto.server import ThreadedMotoServer
 
-from cli import bringback, bucket, changed, gate, identity, mirrored, recover, repository
+from cli import bringback, bucket, gate, identity, mirrored, recover, repository, survey
 from cli.bringback import BringBackError
 from cli.bucket import Mirror
 from cli.fleet import merge
@@ -162,7 +162,7 @@ OPERATIONS: list[tuple[str, Operation, set[str]]] = [
     ("a checkpoint is taken and dropped", take_checkpoint, {f"refs/sandbox/checkpoints/{SANDBOX}"}),
     ("what would run is listed",
      lambda ground, mirror: gate.review(ground.repo(), f"{ground.base}~1", ground.base), set()),
-    ("a bind's directory is looked at", lambda ground, mirror: changed.snapshot(ground.world.repo), set()),
+    ("a bind's directory is looked at", lambda ground, mirror: survey.snapshot(ground.world.repo), set()),
     ("to the mirror and back", to_the_mirror_and_back, {"refs/sandbox/up", f"refs/sandbox/mirror/{SANDBOX}"}),
     ("runs that were cut off are looked for", look_for_runs, set()),
     ("who the person is, and what is under way", what_git_is_told, set()),
