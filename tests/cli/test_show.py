@@ -255,7 +255,7 @@ def test_a_profile_that_cannot_be_had_is_said_and_fails(rig: Rig, tmp_path: Path
     person = Person(tmp_path, rig.socket)
     done = person.run("doctor", "--no-probe", "--profile", "prod")
     assert done.returncode == 1
-    assert b"profile prod cannot be had here: its network ceiling is none" in done.stderr
+    assert done.stderr == b"sandbox-cli: no run with profile prod can be had here: see above, profile prod\n"
     assert b"  profile prod    CANNOT be had: its network ceiling is none" in done.stdout
     found = json.loads(person.run("doctor", "--no-probe", "--profile", "prod", "--json").stdout)
     assert found["sandboxd"]["profile prod"][0].startswith("CANNOT be had: ") and "error" in found
