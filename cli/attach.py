@@ -14,6 +14,8 @@ Options:
   --checkpoint-every=D
                  bring what is in the sandbox's workspace back every 30s, 5m,
                  1h while attached, as `run` does
+  --config=FILE  settings to use instead of the project's, for the mirror of
+                 what is brought back
   --context=C    which sandboxd: the name of a context (see `context`), or an
                  address
   -h, --help     show this
@@ -37,7 +39,7 @@ def main(args: dict[str, Any]) -> int:
     given = args["--checkpoint-every"]
     client = context.choose(args["--context"]).client
     ref = args["SANDBOX"]
-    with checkpoints(client, ref, given) if given else nullcontext() as taken:
+    with checkpoints(client, ref, given, args["--config"]) if given else nullcontext() as taken:
         one = process.find(client, ref, args["--pid"])
         code = process.follow(client, ref, one, role=Role.WATCHED)
     if taken:
@@ -49,7 +51,9 @@ def main(args: dict[str, Any]) -> int:
     return code
 
 
-def checkpoints(client: Client, ref: str, given: str) -> AbstractContextManager[Checkpoints | None]:
+def checkpoints(
+    client: Client, ref: str, given: str, file: str | None
+) -> AbstractContextManager[Checkpoints | None]:
     """For the run that put a repository into `ref`; raises where there was none."""
     from pathlib import Path
 
@@ -60,5 +64,5 @@ def checkpoints(client: Client, ref: str, given: str) -> AbstractContextManager[
         return nullcontext()
     config = Path(place.config_dir())
     record, repo = collect.recorded(config, client.get(ref).id, ref)
-    mirror = bucket.in_force(os.environ, Path(record.repo))
+    mirror = bucket.in_force(os.environ, Path(record.repo), file)
     return checkpoint.Checkpoints(client, config, record, repo, every_s, mirror)

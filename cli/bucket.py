@@ -114,9 +114,9 @@ def of(given: Mapping[str, object]) -> Mirror | None:
     return found
 
 
-def in_force(environ: Mapping[str, str], project: Path) -> Mirror | None:
-    """The mirror of the person who works in `project`."""
-    return of(config.load(environ, project).mirror)
+def in_force(environ: Mapping[str, str], project: Path, file: str | None = None) -> Mirror | None:
+    """The mirror of the person who works in `project`; `file` is --config's."""
+    return of(config.load(environ, project, file).mirror)
 
 
 def name(mirror: Mirror, root: str, sandbox: str, kind: str, commit: str, when: float) -> Object:

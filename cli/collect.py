@@ -11,6 +11,7 @@ runs.
 Options:
   --name=NAME    the name below refs/sandbox/ (default: the one the run was
                  given, else the sandbox's id)
+  --config=FILE  settings to use instead of the project's, for the mirror
   --context=C    which sandboxd: the name of a context (see `context`), or an
                  address (default: the one of the run)
   --json         print the result as an object
@@ -63,7 +64,7 @@ def main(args: dict[str, Any]) -> int:
     tell(gathered, received, record.base, review)
     if received:
         try:
-            mirror = bucket.in_force(os.environ, Path(record.repo))
+            mirror = bucket.in_force(os.environ, Path(record.repo), args["--config"])
         except SandboxError as error:
             show.note(f"not mirrored: {error}")
         else:

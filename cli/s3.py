@@ -9,20 +9,24 @@ no address that hands out credentials is asked.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import IO, Any, NamedTuple
 
 import botocore.config
 import botocore.exceptions
 import botocore.session
 
-from cli.bucket import Mirror, MirrorError
+from cli.bucket import MIB, Mirror, MirrorError
 from sandboxd.termsafe import clean
 
 PIECE_BYTES = 1024 * 1024
 SAID = 300
 LISTED = 100_000
+LISTING_S = 300.0
+KEY_BYTES = 1024  # docs.aws.amazon.com "Naming Amazon S3 objects"
+ANSWER_BYTES = 16 * MIB  # of everything but an object: a page has 1000 names, each byte of which may be an entity
 # botocore's variables for these are its own affair elsewhere; here the settings say where and as whom.
 NOTHING_FROM_OUTSIDE = {
     "profile": (None, None, None, None),
@@ -69,6 +73,7 @@ class Store:
                 aws_session_token=environ.get(mirror.session_token_env) or None,
                 config=botocore.config.Config(s3=style, **CONFIG),
             )
+            self._client.meta.events.register("before-send.s3", self._send)
 
     def put(self, key: str, data: IO[bytes] | bytes, size: int) -> None:
         """One PUT; there is an object afterwards, or none."""
@@ -80,7 +85,8 @@ class Store:
         with self._told(f"did not give {key}"):
             answer = self._client.get_object(Bucket=self._mirror.bucket, Key=key)
             size = 0
-            with answer["Body"] as body:
+            # `with` the body itself would be urllib3's, with errors of its own.
+            with closing(answer["Body"]) as body:
                 while piece := body.read(PIECE_BYTES):
                     size += len(piece)
                     if size > most:
@@ -92,14 +98,39 @@ class Store:
         """Every object whose name begins so, in the store's order."""
         found: list[Listed] = []
         token: dict[str, str] = {}
+        deadline = time.monotonic() + LISTING_S
         with self._told("could not be listed"):
             while len(found) < LISTED:
+                if time.monotonic() > deadline:
+                    raise MirrorError(f"the bucket {self._mirror.bucket} was not listed within {LISTING_S:.0f} s")
                 page = self._client.list_objects_v2(Bucket=self._mirror.bucket, Prefix=prefix, **token)
                 found += [Listed(str(one["Key"]), int(one["Size"])) for one in page.get("Contents", ())]
+                if any(len(one.key.encode("utf-8", "replace")) > KEY_BYTES for one in found[-1000:]):
+                    raise ValueError("a name longer than any")
                 if not page.get("IsTruncated") or not page.get("NextContinuationToken") or not page.get("Contents"):
                     return found
                 token = {"ContinuationToken": page["NextContinuationToken"]}
         raise MirrorError(f"the bucket {self._mirror.bucket} holds more than {LISTED} objects of this repository")
+
+    def _send(self, request: Any, **_: Any) -> Any:
+        """Instead of botocore's own sending, which reads into memory whatever comes in the place of an object."""
+        is_object, request.stream_output = request.stream_output, True
+        answer = self._client._endpoint.http_session.send(request)
+        if is_object and answer.status_code < 300:
+            return answer
+        content = b""
+        try:
+            for piece in answer.raw.stream(PIECE_BYTES):
+                content += piece
+                if len(content) > ANSWER_BYTES:
+                    break
+        except Exception as fault:
+            raise botocore.exceptions.HTTPClientError(error=fault) from None  # as botocore does; it is tried again
+        if len(content) > ANSWER_BYTES:
+            answer.raw.close()
+            raise MirrorError(f"the bucket {self._mirror.bucket} answers with more than {ANSWER_BYTES} bytes")
+        answer._content = content
+        return answer
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:

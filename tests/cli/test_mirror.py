@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -359,6 +361,12 @@ ANSWERS = {
     "a size that is no number": b"HTTP/1.1 200 OK\r\nContent-Length: 84\r\n\r\n"
     b"<ListBucketResult><Contents><Key>a</Key><Size>x</Size></Contents></ListBucketResult>",
     "nothing": b"",
+    "a page without end": b"HTTP/1.1 200 OK\r\n\r\n<ListBucketResult>" + b"<a>x</a>" * 3_000_000,
+    "an error without end": b"HTTP/1.1 404 x\r\n\r\n<Error><Code>x</Code><Message>" + b"x" * 20_000_000,
+    "nested without end": b"HTTP/1.1 200 OK\r\n\r\n" + b"<a>" * 20_000,
+    "half a page": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffff\r\n<ListBucketResult>",
+    "a name longer than any": b"HTTP/1.1 200 OK\r\n\r\n<ListBucketResult><Contents><Key>" + b"k" * 1025
+    + b"</Key><Size>1</Size></Contents></ListBucketResult>",
 }
 
 
@@ -367,8 +375,11 @@ def test_a_store_that_answers_something_else_is_one_line(answer: bytes, tmp_path
     with trap(answer) as (port, _):
         mirror = Mirror("bkt", endpoint=f"http://127.0.0.1:{port}", path_style=True, access_key_env="MIRROR_KEY",
                         secret_key_env="MIRROR_SECRET")  # fmt: skip
+        store = Store(mirror, KEYS)
         with pytest.raises(MirrorError) as caught:
-            Store(mirror, KEYS).list("x")
+            store.list("x")
+        with contextlib.suppress(MirrorError):  # else it is the object, as far as this can tell
+            assert store.get("x", io.BytesIO(), 1000) <= 1000
     assert str(caught.value).isprintable() and len(str(caught.value)) < 800
 
 
@@ -396,7 +407,8 @@ class trap:  # noqa: N801 - reads as a statement
                 return
             with connection:
                 self.seen.append(connection.recv(65536))
-                connection.sendall(self._answer)
+                with contextlib.suppress(OSError):  # they have heard enough
+                    connection.sendall(self._answer)
 
 
 def test_nobody_but_the_store_is_asked(
@@ -493,6 +505,18 @@ def test_without_credentials_a_run_brings_back_and_says_what_is_missing(person: 
     assert text(repo.top, "show", "refs/sandbox/no:x") == "x"
     checked = person.run("mirror", "check", cwd=repo.top)
     assert (checked.returncode, "MIRROR_KEY" in checked.stderr.decode()) == (1, True)
+
+
+def test_settings_that_are_named_hold_for_bringing_back_too(person: Person, repo: Repository) -> None:
+    named = (person.home / ".config/sandbox/config.yaml").rename(person.home / "other.yaml")
+    made = person.run("run", "--keep", "--name=kept", "--no-bring-back", "--", "sh", "-c", "echo x > x", cwd=repo.top)
+    assert made.returncode == 0, made.stderr
+    done = person.run("bring-back", "--config", str(named), "kept", cwd=repo.top, **KEYS)
+    assert notes(done)[-1].startswith("mirrored: team/"), done.stderr
+    without = person.run("bring-back", "kept", cwd=repo.top, **KEYS)
+    assert (without.returncode, b"mirrored" in without.stderr) == (0, False)
+    refused = person.run("attach", "--checkpoint-every=1s", "--config=absent.yaml", "kept", cwd=repo.top, **KEYS)
+    assert refused.stderr == b"sandbox-cli: --config absent.yaml: no such file\n"
 
 
 def test_checkpoints_go_up_too_where_that_is_asked_for(person: Person, repo: Repository, mirror: Mirror) -> None:
