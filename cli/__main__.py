@@ -147,7 +147,8 @@ def _run(argv: list[str]) -> int:
     try:
         top = docopt(str(__doc__), argv=argv, options_first=True)
     except DocoptExit:
-        raise SandboxError("which command? see sandbox-cli --help") from None
+        what = f"{clean(argv[0])}: the command comes first, its flags behind it;" if argv else "which command?"
+        raise SandboxError(f"{what} see sandbox-cli --help") from None
     asked, rest = ("version", []) if top["--version"] else (top["COMMAND"], top["ARGS"])
     name = ALIASES.get(asked, asked)
     if rest and f"{name} {rest[0]}" in COMMANDS:

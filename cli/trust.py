@@ -7,6 +7,7 @@ refused.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def check(path: Path, tree: Mapping[str, Any], config: Config, wish: str) -> Non
         file = clean(str(path))
         raise SandboxError(
             f"{file}: a project may only tighten a run; refused: {', '.join(sorted(refused))}. To have them all the "
-            f"same, put them into your own config.yaml, use flags, or trust the file with --config {file}"
+            f"same, put them into your own config.yaml, use flags, or trust the file with --config {shlex.quote(file)}"
         )
 
 

@@ -290,6 +290,12 @@ def test_all_refused_keys_are_listed_in_order_with_the_three_ways_out(place: Pla
     assert "refused: image. To" in place.refused(), "what is refused comes before what is malformed"
 
 
+def test_the_file_to_trust_is_named_as_a_shell_takes_it(place: Place) -> None:
+    place.project = place.project.rename(place.home / "my project")
+    place.demands("image: x")
+    assert place.refused().endswith(f"trust the file with --config '{place.project}/.sandbox.yaml'")
+
+
 def test_the_file_that_a_project_may_not_have_is_taken_with_config(place: Place) -> None:
     place.demands("env: {A: b}\nnetwork: {mode: open}")
     file = place.project / ".sandbox.yaml"

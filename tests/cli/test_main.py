@@ -35,7 +35,10 @@ def person(tmp_path: Path) -> Person:
 
 SAID = [
     ((), "which command?"),
-    (("--bogus",), "which command?"),
+    (("--bogus",), "--bogus: the command comes first, its flags behind it"),
+    (("--context", "work", "list"), "--context: the command comes first, its flags behind it"),
+    (("run", "--context", "", "--", "ls"), "--context: its value is empty; give one, or leave the flag out"),
+    (("run", "--from-snapshot=", "--", "ls"), "--from-snapshot: its value is empty"),
     (("bogus",), "unknown command 'bogus'"),
     (("rum", "--", "ls"), "unknown command 'rum'; is it sandbox-cli run? see"),
     (("fleet", "run"), "unknown command 'fleet'; is it sandbox-cli agent fleet? see"),
