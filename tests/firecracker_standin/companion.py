@@ -50,7 +50,8 @@ DEFAULT_MACHINE: dict[str, Any] = {
 }
 DEFAULT_BOOT_ARGS = "reboot=k panic=1 nomodule 8250.nr_uarts=0 i8042.noaux i8042.nomux i8042.dumbkbd swiotlb=noforce"
 SNAPSHOT_FORMAT = "stand-in 1"
-FAULTS = ("refuse", "hang", "die", "garbage", "half", "headers", "continues", "large")
+LEVELS = ("Off", "Error", "Warning", "Info", "Debug", "Trace")
+FAULTS = ("refuse", "hang", "die", "garbage", "half", "headers", "continues", "large", "deaf")
 
 Body = dict[str, Any]
 
@@ -150,6 +151,7 @@ class Vmm:
         self._entropy: Body | None = None
         self._serial: Opened | None = None
         self._log: int | None = None
+        self._logger: Body = {}
         self._metrics: int | None = None
         self._stdout: int | None = None
         self._saved: int | None = None
@@ -258,13 +260,15 @@ class Vmm:
 
     async def _answer(self, request: Request, stream: anyio.abc.SocketStream) -> tuple[int, Body | None]:
         async with self._acting:
-            self._say(f'The API server received a {request.method.title()} request on "{request.path}".')
+            self._say(f'The API server received a {request.method.title()} request on "{request.path}".', "Info")
             kind = self._find_fault(request)
-            if kind is not None:
+            if kind not in (None, "deaf"):
                 self._note(request, kind)
                 await self._misbehave(kind, stream)
                 return 400, _message("The request was refused by the test.")
             status, answer = await self._carry_out(request)
+            if kind == "deaf":
+                self._running().deafen()
             self._note(request, status, answer)
             return status, answer
 
@@ -319,6 +323,7 @@ class Vmm:
             case "PUT", "logger":
                 if "log_path" in body:
                     self._log = await self._exchange(self._log, "append", body["log_path"])
+                self._logger |= body
             case "PUT", "metrics":
                 if self._metrics is not None:
                     raise Refused("Metrics config error: Reinitialization of metrics not allowed.")
@@ -573,12 +578,15 @@ class Vmm:
             with suppress(OSError):
                 os.write(to, data)
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, level: str = "Error") -> None:
+        if LEVELS.index(level) > LEVELS.index(self._logger.get("level", self._options.get("level", "Info")).title()):
+            return
+        shown = f":{level.upper()}" if self._logger.get("show_level") or "show-level" in self._options else ""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
         to = self._stdout if self._log is None else self._log
         if to is not None:
             with suppress(OSError):
-                os.write(to, f"{stamp}.{time.time_ns() % 10**9:09} [{self.id}:fc_api] {text}\n".encode())
+                os.write(to, f"{stamp}.{time.time_ns() % 10**9:09} [{self.id}:fc_api{shown}] {text}\n".encode())
 
     def _version(self) -> str:
         with suppress(FileNotFoundError):

@@ -110,6 +110,7 @@ class Guest:
         self._devices = itertools.count(1)
         self._files = itertools.count(1)
         self._qemu: subprocess.Popen[bytes] | None = None
+        self._device: subprocess.Popen[bytes] | None = None
         self._monitor: Monitor | None = None
         self._plugged = False
 
@@ -219,6 +220,11 @@ class Guest:
         if not disk.read_only:
             await self._execute("block_resize", size=os.fstat(disk.fd).st_size, **{"node-name": f"drive{index}"})
 
+    def deafen(self) -> None:
+        """Its vsock takes connections and answers none, as in versions with that fault. QEMU cannot reset it then."""
+        assert self._device is not None
+        self._device.send_signal(signal.SIGSTOP)
+
     async def end(self) -> None:
         if self._monitor is not None:
             await self._monitor.close()
@@ -258,7 +264,7 @@ class Guest:
         assert self._parts.vsock is not None
         listen_fd, cid = self._parts.vsock
         command = [str(VSOCK_PROGRAM), "--vhost-fd", str(end.fileno()), "--listen-fd", str(listen_fd)]
-        self._spawn([*command, "--guest-cid", str(cid)], [end.fileno(), listen_fd])
+        self._device = self._spawn([*command, "--guest-cid", str(cid)], [end.fileno(), listen_fd])
         end.close()
 
     def _spawn(self, command: Sequence[str], fds: Sequence[int]) -> subprocess.Popen[bytes]:

@@ -37,6 +37,7 @@ class Standin:
         self.firecracker = directory / "firecracker"
         self.jailer = directory / "jailer"
         self.companion = directory / "companion.sock"
+        self.bwrap = directory / "bwrap"
         self._version = version
         self._process: subprocess.Popen[str] | None = None
 
@@ -48,6 +49,9 @@ class Standin:
             LAUNCHER.format(python=sys.executable, root=str(ROOT), directory=str(self.directory.resolve()))
         )
         self.jailer.chmod(0o755)
+        # In a jail without a jailer the companion has to be seen.
+        self.bwrap.write_text(f'#!/bin/sh\nexec bwrap --ro-bind {self.companion.resolve()} /companion.sock "$@"\n')
+        self.bwrap.chmod(0o755)
         self.be(self._version)
         with (self.directory / "companion.log").open("ab") as log:
             self._process = subprocess.Popen(

@@ -23,7 +23,10 @@ import pytest
 from sandboxd import unixpath
 from sandboxd.assets import prepare, store
 from sandboxd.errors import SetupError
+from sandboxd.vm import firecracker, firecracker_versions
+from sandboxd.vm.firecracker import Arch, Request
 from sandboxd.vm.firecracker_calls import State
+from sandboxd.vm.machine import Drive, MachineSpec
 from tests.daemon import assets_dir
 from tests.firecracker_standin import jailer
 from tests.firecracker_standin.standin import SHIM, Standin
@@ -32,9 +35,7 @@ from tests.vm.starting import BUILD
 FIRST_UID = 979_000
 DRIVE = {"drive_id": "drive0", "is_root_device": False, "is_read_only": True, "path_on_host": "drive0"}
 LOAD = {"snapshot_path": "state", "mem_backend": {"backend_type": "File", "backend_path": "memory"}}
-BOOT_ARGS = (
-    "console=ttyS0 quiet reboot=k panic=1 pci=off i8042.noaux i8042.nomux i8042.nopnp i8042.dumbkbd 8250.nr_uarts=1"
-)
+VERSION = firecracker_versions.parse("Firecracker v1.16.1")
 BEFORE = "The requested operation is not supported before starting the microVM."
 AFTER = "The requested operation is not supported after starting the microVM."
 NUMBERS = itertools.count()
@@ -335,11 +336,11 @@ def test_shim_and_companion_end_together(top: Path, place: Path) -> None:
 
 
 def test_under_bubblewrap_the_companion_is_a_socket_in_its_root(standin: Standin, place: Path) -> None:
-    if (bwrap := shutil.which("bwrap")) is None:
+    if shutil.which("bwrap") is None:
         pytest.skip("no bubblewrap: apt-get install bubblewrap")
     jail = [
-        bwrap, "--unshare-all", "--die-with-parent", "--ro-bind", str(standin.firecracker), "/firecracker",
-        "--ro-bind", str(standin.companion), "/companion.sock", "--bind", str(place), "/work", "--chdir", "/work",
+        str(standin.bwrap), "--unshare-all", "--die-with-parent", "--ro-bind", str(standin.firecracker), "/firecracker",
+        "--bind", str(place), "/work", "--chdir", "/work",
     ]  # fmt: skip
     with subprocess.Popen([*jail, "/firecracker", "--id", "wrapped", "--api-sock", "api.sock"]) as running:
         try:
@@ -405,6 +406,20 @@ def test_a_wrong_command_line_of_the_jailer(
     )
     assert said.returncode == 1 and why in said.stderr
     assert list(place.iterdir()) == []
+
+
+@root
+@pytest.mark.parametrize("kind", ["die", "hang"])
+def test_a_jailer_that_fails_half_way(faulty: Standin, place: Path, kind: str) -> None:
+    faulty.fail({"do": kind, "path": "jailer"})
+    command = [faulty.jailer, *words(faulty, place)]
+    if kind == "die":
+        said = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (said.returncode, said.stderr) == (1, "Jailer error: the test wants no jail\n")
+    else:
+        with pytest.raises(subprocess.TimeoutExpired):
+            subprocess.run(command, timeout=1, check=False)
+    assert (place / "firecracker" / "vm-1" / "root" / "firecracker").exists()
 
 
 @dataclass
@@ -589,17 +604,15 @@ def test_a_jailed_guest_boots_pauses_is_saved_and_restored(
     with scratch.open("wb") as file:
         file.truncate(16 << 20)
     os.chown(scratch, FIRST_UID, FIRST_UID)
-    for path, body in (
-        ("/machine-config", {"vcpu_count": 1, "mem_size_mib": 256}),
-        ("/boot-source", {"kernel_image_path": "kernel", "initrd_path": "initramfs", "boot_args": BOOT_ARGS}),
-        ("/drives/drive0", DRIVE),
-        ("/drives/drive1", DRIVE | {"drive_id": "drive1", "path_on_host": "drive1", "is_read_only": False}),
-        ("/network-interfaces/eth0", {"iface_id": "eth0", "host_dev_name": "tap0", "guest_mac": "06:00:00:00:00:01"}),
-        ("/vsock", {"guest_cid": 3, "uds_path": "v.sock"}),
-        ("/entropy", {}),
-        ("/actions", {"action_type": "InstanceStart"}),
-    ):
-        assert call(first.api, "PUT", path, body) == (204, None), path
+    for name in ("log", "metrics"):
+        os.mkfifo(first.root / name)
+        os.chown(first.root / name, FIRST_UID, FIRST_UID)
+    spec = MachineSpec(
+        id="vm_0", cpus=1, memory_mb=256, kernel=Path("kernel"), initramfs=Path("initramfs"), directory=base,
+        drives=(Drive(Path("drive0"), True), Drive(Path("drive1"), False)), uid=FIRST_UID, tap_fd=0,
+        mac="06:00:00:00:00:01",
+    )  # fmt: skip
+    send(first.api, firecracker.requests(spec, VERSION, Arch.X86_64, "tap0", serial=True))
     assert state(first.api) == State.RUNNING.value
     assert b'"ok":true' in ping(first.root / "v.sock").replace(b" ", b"")
     assert (first.root / "v.sock").stat().st_uid == FIRST_UID
@@ -617,10 +630,7 @@ def test_a_jailed_guest_boots_pauses_is_saved_and_restored(
         status, answer = call(first.api, method, path, body)
         assert status == 400 and why in answer["fault_message"], (path, answer)
 
-    assert call(first.api, "PATCH", "/vm", {"state": "Paused"}) == (204, None)
-    assert state(first.api) == State.PAUSED.value
-    saving = {"snapshot_path": "state", "mem_file_path": "memory"}
-    assert call(first.api, "PUT", "/snapshot/create", saving) == (204, None)
+    send(first.api, firecracker.snapshot_requests(spec.memory_mb))
     assert (state(first.api), (first.root / "memory").stat().st_uid) == (State.PAUSED.value, FIRST_UID)
     assert call(first.api, "PATCH", "/vm", {"state": "Resumed"}) == (204, None)
     assert b'"ok":true' in ping(first.root / "v.sock").replace(b" ", b"")
@@ -629,33 +639,43 @@ def test_a_jailed_guest_boots_pauses_is_saved_and_restored(
     with bigger.open("wb") as file:
         file.truncate(32 << 20)
     bigger.chmod(0o666)
-    files |= {name: first.root / name for name in ("state", "memory", "drive1")} | {"bigger": bigger}
+    files |= {name: first.root / name for name in ("snapshot", "memory", "drive1")} | {"bigger": bigger}
     second = jail(standin, base, 1, files)
-    for name in ("state", "memory", "drive1"):
+    for name in ("snapshot", "memory", "drive1"):
         os.chown(second.root / name, FIRST_UID + 1, FIRST_UID + 1)
-    (tap_owner_differs, answer) = call(second.api, "PUT", "/snapshot/load", LOAD | {"resume_vm": False})
-    assert tap_owner_differs == 400 and "tap" in answer["fault_message"], "its namespace has no such tap"
-    first.kill()
-    assert until(lambda: not standin.programs(), 10), "a guest ends with its process"
+    status, answer = call(second.api, "PUT", "/snapshot/load", LOAD | {"snapshot_path": "snapshot"})
+    assert status == 400 and "tap0" in answer["fault_message"], "its namespace has no such tap"
+    assert call(first.api, "PUT", "/actions", {"action_type": "SendCtrlAltDel"}) == (204, None)
+    ended = lambda: b"exit_code=0" in (base / "out-0").read_bytes()  # noqa: E731
+    assert until(ended, 60), "a guest that resets itself ends its process"
+    assert until(lambda: not standin.programs(), 10)
 
     third = jail(standin, base, 2, {name: second.root / name for name in files}, "--netns", namespace)
-    for name in ("state", "memory", "drive1"):
+    for name in ("snapshot", "memory", "drive1"):
         os.chown(third.root / name, FIRST_UID + 2, FIRST_UID + 2)
     give_tap(namespace, FIRST_UID + 2)
-    load = LOAD | {"vsock_override": {"uds_path": "w.sock"}}
-    load |= {"network_overrides": [{"iface_id": "eth0", "host_dev_name": "tap9"}]}
-    assert call(third.api, "PUT", "/snapshot/load", load) == (204, None)
-    assert state(third.api) == State.PAUSED.value
-    patch = {"drive_id": "drive1", "path_on_host": "bigger"}
-    assert call(third.api, "PATCH", "/drives/drive1", patch) == (204, None)
-    assert call(third.api, "PATCH", "/vm", {"state": "Resumed"}) == (204, None)
-    assert b'"ok":true' in ping(third.root / "w.sock").replace(b" ", b"")
-    assert not (third.root / "v.sock").exists()
-    patch = {"drive_id": "drive1", "path_on_host": "drive1"}
+    os.rename(third.root / "drive1", third.root / "before")
+    os.rename(third.root / "bigger", third.root / "drive1")
+    send(third.api, firecracker.load_requests(spec, VERSION, "tap9", [1]))
+    assert b'"ok":true' in ping(third.root / "v.sock").replace(b" ", b"")
+    patch = {"drive_id": "drive1", "path_on_host": "before"}
     assert call(third.api, "PATCH", "/drives/drive1", patch) == (204, None), "in a guest that runs"
-    assert b'"ok":true' in ping(third.root / "w.sock").replace(b" ", b"")
+    assert b'"ok":true' in ping(third.root / "v.sock").replace(b" ", b"")
+    standin.fail({"do": "deaf", "path": "/vm", "id": "vm-2"})
+    assert call(third.api, "PATCH", "/vm", {"state": "Resumed"}) == (204, None)
+    standin.fail()
+    with unixpath.connect_sync(third.root / "v.sock", 0.3) as sock, pytest.raises(TimeoutError):
+        sock.sendall(b"CONNECT 5000\n")
+        sock.recv(64)
+
     third.kill()
-    assert until(lambda: not standin.programs(), 10)
+    assert until(lambda: not standin.programs(), 10), "a guest ends with its process"
+
+
+def send(api: Path, requests: Sequence[Request]) -> None:
+    for request in requests:
+        status, answer = call(api, request.method, request.path, request.body)
+        assert status == 204, (request.step, answer)
 
 
 def give_tap(namespace: str, uid: int) -> None:
