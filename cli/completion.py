@@ -112,7 +112,9 @@ def names(words: Sequence[str], kind: str) -> list[str]:
     if kind == "--network":
         return ["none", "allowlist", "open"]
     if kind == "--profile":
-        return ["dev", "prod"]
+        from cli import profile
+
+        return list(profile.PROFILES)
     if kind == "--template":
         return _quietly(_templates)
     if words[:1] == ["agent"] and kind == "NAME":

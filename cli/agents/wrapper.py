@@ -7,13 +7,11 @@ that only begin like a flag, are the agent's; `--` says that the rest is. Nothin
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from cli import candidates
 from sandboxd.errors import SandboxError
-
-_OPTION = re.compile(r"^  (?:-\w(?: [A-Z]+)?, )?(--[a-z][a-z-]*)(=[A-Z:]+)?(?=\s|$)", re.MULTILINE)
 
 
 class Words(NamedTuple):
@@ -26,8 +24,8 @@ class Words(NamedTuple):
 
 def flags(usage: str) -> dict[str, bool]:
     """The long flags of a usage text's options but --help, and whether each takes a value."""
-    found = _OPTION.findall(usage.partition("\nOptions:\n")[2])
-    return {name: bool(value) for name, value in found if name != "--help"}
+    found = candidates.options(usage)
+    return {name: name in found.valued for name in found.all if name != "--help"}
 
 
 def split(words: Sequence[str], known: Mapping[str, bool]) -> Words:
