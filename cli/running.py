@@ -97,7 +97,7 @@ class Run:
             wanted = wanted._replace(network=network.of_run(asked.network, offer, asked.hosts))
             # A snapshot has a disk and mounts of its own.
             if asked.agent and not wanted.snapshot_id:
-                self._tools = Tools(client, offer, asked.agent, wanted.volumes, partial(create, client))
+                self._tools = Tools(client, offer, asked.agent, wanted, partial(create, client))
                 with Status() as status:
                     self._tools.install(status)
         if asked.secrets:

@@ -113,9 +113,10 @@ class Tools:
     """An agent's tools at one endpoint, for one run."""
 
     def __init__(
-        self, client: Client, offer: Capabilities, agent: Agent, mounts: tuple[Mount, ...], make: Make,
+        self, client: Client, offer: Capabilities, agent: Agent, asked: Create, make: Make,
         patience_s: float = PATIENCE_S,
     ) -> None:  # fmt: skip
+        """`asked` is the sandbox that the run wants."""
         self._client, self._offer, self._agent, self._make = client, offer, agent, make
         self.notes: list[str] = []
         """For the person, once nothing is being waited for."""
@@ -125,7 +126,8 @@ class Tools:
         """Our installer ended unseen: somebody saw it succeed before us, or it failed. The volume itself tells."""
         self._possible = (
             isinstance(agent.source, Npm) and bool(offer.capabilities.get("volumes"))
-            and bool(offer.registries or offer.registries_tcp) and not any(overlaps(mount.path) for mount in mounts)
+            and bool(offer.registries or offer.registries_tcp) and asked.snapshot_id is None
+            and not any(overlaps(mount.path) for mount in asked.volumes)
         )  # fmt: skip
 
     def install(self, status: Status) -> None:

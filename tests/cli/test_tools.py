@@ -78,12 +78,29 @@ def test_what_others_do_with_the_volume_is_waited_for_only_so_long(attached_to: 
         return Endpoint("").get("sbx_run")
 
     client: Any = Endpoint(attached_to)
-    one = tools.Tools(client, offer("r.test"), CLAUDE, (), make, patience_s=0.1)
+    one = tools.Tools(client, offer("r.test"), CLAUDE, Create(), make, patience_s=0.1)
     with Status() as status:
         one.install(status)
         one.create(Create(), status)
     assert said in one.notes[0] and "installs it into its own sandbox" in one.notes[1]
     assert [asked.volumes for asked in made] == [Create().volumes]
+
+
+def test_what_a_snapshot_holds_is_left_as_it_is() -> None:
+    """It may hold the agent already, and takes no other disk."""
+    made: list[Create] = []
+
+    def make(asked: Create, status: Status) -> Sandbox:
+        made.append(asked)
+        return Endpoint("").get("sbx_run")
+
+    asked = Create(snapshot_id="snp_0123456789abcdef")
+    client: Any = None  # nobody is asked about a volume
+    one = tools.Tools(client, offer("x.test"), CLAUDE, asked, make)
+    with Status() as status:
+        one.install(status)
+        one.create(asked, status)
+    assert made == [asked]
 
 
 @pytest.mark.parametrize(
