@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -38,6 +39,9 @@ LINKS = 2000
 PACKAGES = frozenset({"node_modules", "bower_components", ".venv", "venv", "__pypackages__", ".tox", ".nox"})
 INSTALLED = "installed packages; what loads them runs them"
 HOOK = "git runs it"
+LED = "git reads and writes what it leads to"
+SEPARATE = frozenset({"hooks", "modules", "worktrees"})  # of a git directory: looked at for themselves
+OBJECTS = re.compile("[0-9a-f]{2}")
 ELSEWHERE = "git works in another directory"
 # Files of a git directory, beside its settings and hooks: gitrepository-layout(5), git-rebase(1).
 GIT_FILES = {
@@ -108,6 +112,7 @@ class _Survey:
         self._links: dict[str, str] = {}
         self._obeyed: dict[str, tuple[str, str]] = {}  # links that something obeys, with the kind and the reason
         self._walked: set[str] = set()
+        self._git_dirs: set[str] = set()
 
     def everything(self) -> None:
         try:
@@ -121,16 +126,20 @@ class _Survey:
         found = self._list(fd, path)
         names = {folded(name) for name in found}
         if "head" in names and ({"objects", "refs"} <= names or "commondir" in names):
-            self._git_dir(fd, path, depth)
-            return
+            # And on: anybody can make any directory look like one.
+            frame = frame._replace(named={**frame.named, **self._git_dir(fd, path, depth)})
+            self._frames[path] = frame
+            self._git_dirs.add(path)
         for name, status in found.items():
             if folded(name) == ".git":
                 named = self._dot_git(fd, name, _join(path, name), status)
                 frame = Frame(f"{path}/", "", named) if path else frame._replace(named={**frame.named, **named})
                 self._frames[path] = frame
+        above, _, own = path.rpartition("/")
+        stored = own == "objects" and above in self._git_dirs
         for name, status in found.items():
             here = _join(path, name)
-            if folded(name) == ".git":
+            if folded(name) == ".git" or (stored and OBJECTS.fullmatch(name)):
                 continue
             if not stat.S_ISDIR(status.st_mode):
                 self._file(fd, name, here, frame, status)
@@ -145,6 +154,8 @@ class _Survey:
                         self.directory(child, here, frame, depth + 1)
 
     def _file(self, fd: int, name: str, path: str, frame: Frame, status: os.stat_result) -> None:
+        if path in self.seen or path in self.settings:
+            return  # as git's own it is known already
         within = frame.within(path)
         fit = executed.link_fit(within) if stat.S_ISLNK(status.st_mode) else executed.fit(within)
         setting = gate.setting_of(path, frame.named)
@@ -169,7 +180,7 @@ class _Survey:
             self._mark(fd, name, path, fit.kind, fit.reason, status)
         elif lies := gate.lies(path):
             self.seen[path] = Seen("name", lies[0], "")
-        elif status.st_mode & 0o111:
+        elif status.st_mode & 0o111 and not name.endswith(".sample"):  # of a hook, which git makes
             self.seen[path] = Seen("program", "it can be run as a program now", "")
 
     def _mark(self, fd: int, name: str, path: str, kind: str, reason: str, status: os.stat_result) -> None:
@@ -255,12 +266,26 @@ class _Survey:
                 if status is not None:
                     self._mark(parent, last, _join(path, name), "git", reason, status)
         self._all(fd, "hooks", _join(path, "hooks"), "hook", HOOK, depth)
-        self._all(fd, "remotes", _join(path, "remotes"), "git", "git fetches from where it says", depth)
+        for name in ("remotes", "branches"):
+            self._all(fd, name, _join(path, name), "git", "git fetches from where it says", depth)
+        self._own_links(fd, path, depth)
         for group in ("modules", "worktrees"):
             self._nested(fd, group, _join(path, group), depth)
         top = os.path.dirname(path) if folded(os.path.basename(path)) == ".git" else path
         named = gitconfig.inside(settings, self._absolute(top), self._absolute(path))
         return {_join(top, name): setting for name, setting in named.items()}
+
+    def _own_links(self, fd: int, path: str, depth: int) -> None:
+        """Links among git's own files: it writes to what they lead to, whatever that is."""
+        for name, status in self._list(fd, path).items():
+            here = _join(path, name)
+            if stat.S_ISLNK(status.st_mode):
+                if here not in self.seen and here not in self.settings:
+                    self._mark(fd, name, here, "git", LED, status)
+            elif stat.S_ISDIR(status.st_mode) and name not in SEPARATE and not OBJECTS.fullmatch(name):
+                with self._opened(fd, name, here, depth) as child:
+                    if child is not None:
+                        self._own_links(child, here, depth + 1)
 
     def _nested(self, fd: int, name: str, path: str, depth: int) -> None:
         """The git directories of submodules, whose names may hold slashes, and of linked worktrees."""
