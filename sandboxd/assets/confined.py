@@ -83,13 +83,18 @@ def ids(uid: int, first: int | None) -> Ids:
 
 def argv(
     work: Path, program: Sequence[str], *, root: bool, ids: Ids, limits: Limits, network: bool, info_fd: int,
-    block_fd: int, files: Sequence[tuple[str, str]],
+    block_fd: int, alive_fd: int, files: Sequence[tuple[str, str]],
 ) -> list[str]:  # fmt: skip
-    """The whole command. bubblewrap tells the jail's pid on `info_fd` and waits for its ids on `block_fd`; `files` are
-    (below the work directory, in the jail). The environment is inherited and not named here, where everybody could
+    """The whole command, which leads a process group. bubblewrap tells the jail's pid on `info_fd` and waits for its
+    ids on `block_fd`; all of it is killed at the end of `alive_fd`; `files` are (below the work directory, in the
+    jail). The environment is inherited and not named here, where everybody could
     read it: a proxy's address may hold a password."""
     place = PLACE if root else str(work)
-    made: list[str] = []
+    # bubblewrap ties itself to us only when it has begun, and what it has forked by then waits for it for ever. The
+    # watch keeps nothing open that somebody waits to see closed. Not sh: its descriptors have one digit.
+    closed = f"{info_fd}>&- {block_fd}<&- {alive_fd}<&-"
+    watch = f'(read -r _; kill -KILL 0) <&{alive_fd} >/dev/null 2>&1 {closed} & exec "$@" {alive_fd}<&-'
+    made = ["/bin/bash", "-c", watch, "bash"]
     if root:
         # Before bubblewrap: it must not be root itself, or root would need a place in the jail's map of ids.
         made += ["unshare", "--mount", "--propagation", "private", "--", "/bin/sh", "-euc"]
@@ -127,17 +132,20 @@ async def run(
     then."""
     info, told = os.pipe()
     waits, go = os.pipe()
+    alive, ours = os.pipe()
     words = argv(
         work, program, root=os.geteuid() == 0, ids=ids, limits=limits, network=network, info_fd=told,
-        block_fd=waits, files=files,
+        block_fd=waits, alive_fd=alive, files=files,
     )  # fmt: skip
     outside = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", **(environment or {})}
     try:
         try:
-            process = await anyio.open_process(words, env=outside, pass_fds=(told, waits), start_new_session=True)
+            theirs = (told, waits, alive)
+            process = await anyio.open_process(words, env=outside, pass_fds=theirs, start_new_session=True)
         finally:
             os.close(told)
             os.close(waits)
+            os.close(alive)
         jail = -1
         try:
             with anyio.fail_after(limits.seconds):
@@ -156,6 +164,7 @@ async def run(
     finally:
         os.close(info)
         os.close(go)
+        os.close(ours)
 
 
 async def _pid(info: int) -> int:

@@ -7,6 +7,7 @@ import gzip
 import http.server
 import os
 import re
+import signal
 import stat
 import subprocess
 import tarfile
@@ -338,6 +339,25 @@ def test_a_proxys_password_is_not_on_a_command_line(tap: Any, tmp_path: Path) ->
     assert any(b"skopeo" in line for line in lines)
     assert not [line for line in lines if b"CANARY" in line]
     assert "CANARY" not in str(refused.value)
+
+
+def test_a_jail_that_is_only_being_built_ends_with_the_daemon(tmp_path: Path) -> None:
+    """The daemon is killed before bubblewrap has tied itself to it: here that has not even begun."""
+    work = tmp_path / "work"
+    oci.workplace(work, IDS)
+    alive, ours = os.pipe()
+    words = confined.argv(
+        work, ["true"], root=os.geteuid() == 0, ids=IDS, limits=confined.Limits(oci.SPACE, MIB, 1.0), network=False,
+        info_fd=alive, block_fd=alive, alive_fd=alive, files=(),
+    )  # fmt: skip
+    begun = [*words[: words.index("bwrap")], "sh", "-c", "echo begun; exec sleep 300"]
+    with subprocess.Popen(begun, pass_fds=[alive], start_new_session=True, stdout=subprocess.PIPE) as process:
+        os.close(alive)
+        assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+        os.close(ours)
+        assert process.wait(10) == -signal.SIGKILL
+        assert process.stdout.read() == b""
+    oci.remove(work)
 
 
 def test_nothing_of_a_jail_runs_once_its_time_is_up(tmp_path: Path) -> None:
