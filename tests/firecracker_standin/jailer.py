@@ -1,7 +1,7 @@
 """jailer, the stand-in: the real one's command line, held to it strictly, and the steps it takes, in its order.
 
-What runs in the jail afterwards is a `firecracker` of these tests, which needs its companion outside; a connection to
-it is the one descriptor that is passed on beside the standard ones. `standin.py` installs this as an executable.
+Where what it starts is the `firecracker` beside it, that needs its companion outside: a connection to it is then the
+one descriptor that is passed on beside the standard ones. `standin.py` installs this as an executable.
 """
 
 from __future__ import annotations
@@ -121,8 +121,10 @@ def misbehave(installed: Path, jail: Jail) -> None:
 
 
 def run(jail: Jail, installed: Path, started: tuple[int, int]) -> NoReturn:
-    companion = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    companion.connect(str(installed / "companion.sock"))
+    companion = None
+    if jail.exec_file.parent == installed:
+        companion = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        companion.connect(str(installed / "companion.sock"))
     jail.root.mkdir(parents=True, exist_ok=True)
     shutil.copy(jail.exec_file, jail.root / jail.exec_file.name)
     misbehave(installed, jail)
@@ -159,9 +161,10 @@ def run(jail: Jail, installed: Path, started: tuple[int, int]) -> NoReturn:
     os.setgroups([])
     os.setgid(jail.gid)
     os.setuid(jail.uid)
-    os.dup2(companion.fileno(), COMPANION_FD)
-    os.set_inheritable(COMPANION_FD, True)
-    _close_all_but(COMPANION_FD)
+    if companion is not None:
+        os.dup2(companion.fileno(), COMPANION_FD)
+        os.set_inheritable(COMPANION_FD, True)
+    _close_all_but(2 if companion is None else COMPANION_FD)
     os.execve(executable, command, {})
 
 

@@ -6,6 +6,7 @@ import http.client
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -189,7 +190,8 @@ def test_every_call_before_the_start(standin: Standin, place: Path) -> None:
         assert {path.name for path in place.iterdir()} >= {"log", "metrics", "console", "v.sock"}
         assert b"received a Put request" in (place / "log").read_bytes()
 
-        for method, path, body, why in (
+        refused(
+            api,
             ("PATCH", "/vm", {"state": "Paused"}, BEFORE),
             ("PATCH", "/drives/drive0", {"drive_id": "drive0", "path_on_host": "drive0"}, BEFORE),
             ("PUT", "/snapshot/create", {"snapshot_path": "s", "mem_file_path": "m"}, BEFORE),
@@ -205,9 +207,7 @@ def test_every_call_before_the_start(standin: Standin, place: Path) -> None:
             ("PUT", "/nothing", {}, "Invalid request method and/or path: PUT /nothing."),
             ("DELETE", "/vsock", None, "Invalid request method and/or path: DELETE /vsock."),
             ("PUT", "/snapshot/load", LOAD, "not allowed after configuring boot-specific resources"),
-        ):
-            status, answer = call(api, method, path, body)
-            assert status == 400 and why in answer["fault_message"], (path, answer)
+        )
     assert [entry["outcome"] for entry in standin.calls(place.name)] == [200, 200, *[204] * 9, 200, *[400] * 15]
 
 
@@ -401,11 +401,29 @@ def test_what_the_jailer_is_told(standin: Standin, place: Path) -> None:
 def test_a_wrong_command_line_of_the_jailer(
     standin: Standin, place: Path, changes: dict[str, str | None], extra: list[str], why: str
 ) -> None:
-    said = subprocess.run(
-        [standin.jailer, *words(standin, place, **changes), *extra], capture_output=True, text=True, check=False
-    )
-    assert said.returncode == 1 and why in said.stderr
+    with pytest.raises(jailer.JailerError, match=re.escape(why)):
+        jailer.parse([*words(standin, place, **changes), *extra])
     assert list(place.iterdir()) == []
+
+
+def test_the_jailer_says_what_is_wrong_and_does_nothing(standin: Standin, place: Path) -> None:
+    said = subprocess.run([standin.jailer, *words(standin, place, id="vm_1")], capture_output=True, text=True)
+    assert (said.returncode, said.stderr) == (1, "Jailer error: Invalid instance ID: vm_1\n")
+    assert list(place.iterdir()) == []
+
+
+@root
+def test_another_program_in_the_jail_gets_no_descriptor(standin: Standin, place: Path) -> None:
+    (place / "jails").mkdir()
+    other = place / "other-firecracker"
+    shutil.copy(standin.firecracker, other)
+    said = subprocess.run(
+        [standin.jailer, *words(standin, place / "jails", exec_file=str(other))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 1 and "no companion as descriptor 3" in said.stderr
 
 
 @root
@@ -619,19 +637,11 @@ def test_a_jailed_guest_boots_pauses_is_saved_and_restored(
     assert b"guest-init: runtime" in (base / "out-0").read_bytes(), "the console is its standard output"
     assert len(standin.programs()) == 2
 
-    for method, path, body, why in (
-        ("PUT", "/machine-config", {"vcpu_count": 1, "mem_size_mib": 256}, AFTER),
-        ("PUT", "/drives/drive0", DRIVE, AFTER),
-        ("PUT", "/vsock", {"guest_cid": 3, "uds_path": "v2.sock"}, AFTER),
-        ("PUT", "/actions", {"action_type": "InstanceStart"}, AFTER),
-        ("PUT", "/snapshot/load", LOAD, AFTER),
-        ("PUT", "/snapshot/create", {"snapshot_path": "state", "mem_file_path": "memory"}, "unavailable while running"),
-    ):
-        status, answer = call(first.api, method, path, body)
-        assert status == 400 and why in answer["fault_message"], (path, answer)
-
+    saving = {"snapshot_path": "snapshot", "mem_file_path": "memory"}
+    refused(first.api, *LATE, ("PUT", "/snapshot/create", saving, "unavailable while running"))
     send(first.api, firecracker.snapshot_requests(spec.memory_mb))
     assert (state(first.api), (first.root / "memory").stat().st_uid) == (State.PAUSED.value, FIRST_UID)
+    refused(first.api, *LATE)
     assert call(first.api, "PATCH", "/vm", {"state": "Resumed"}) == (204, None)
     assert b'"ok":true' in ping(first.root / "v.sock").replace(b" ", b"")
 
@@ -670,6 +680,25 @@ def test_a_jailed_guest_boots_pauses_is_saved_and_restored(
 
     third.kill()
     assert until(lambda: not standin.programs(), 10), "a guest ends with its process"
+
+
+LATE = (
+    ("PUT", "/logger", {"level": "Info"}, AFTER),
+    ("PUT", "/machine-config", {"vcpu_count": 1, "mem_size_mib": 256}, AFTER),
+    ("PUT", "/boot-source", {"kernel_image_path": "kernel"}, AFTER),
+    ("PUT", "/drives/drive0", DRIVE, AFTER),
+    ("PUT", "/network-interfaces/eth0", {"iface_id": "eth0", "host_dev_name": "tap0"}, AFTER),
+    ("PUT", "/vsock", {"guest_cid": 3, "uds_path": "v2.sock"}, AFTER),
+    ("PUT", "/entropy", {}, AFTER),
+    ("PUT", "/actions", {"action_type": "InstanceStart"}, AFTER),
+    ("PUT", "/snapshot/load", LOAD, AFTER),
+)
+
+
+def refused(api: Path, *calls: tuple[str, str, object, str]) -> None:
+    for method, path, body, why in calls:
+        status, answer = call(api, method, path, body)
+        assert status == 400 and why in answer["fault_message"], (path, answer)
 
 
 def send(api: Path, requests: Sequence[Request]) -> None:
