@@ -128,8 +128,11 @@ def to_mirror(mirror: Mirror, config: Path, repo: Repository, sandbox: str, rece
 
     with Status() as status:
         status.say(f"uploading to the bucket {mirror.bucket}")
-        _, said = mirrored.after(mirror, os.environ, config, repo, sandbox, "bring-back", received.ref)
+        done, said = mirrored.after(mirror, os.environ, config, repo, sandbox, "bring-back", received.ref)
     show.note(said)
+    if not done:
+        name = received.ref.removeprefix(f"{bringback.REFS}/")
+        show.note(f"try again with: sandbox-cli mirror push {shlex.quote(name)}")
 
 
 def tell(gathered: Gathered, received: Received | None, base: str, review: Review) -> None:

@@ -117,10 +117,14 @@ def names(words: Sequence[str], kind: str) -> list[str]:
         return list(profile.PROFILES)
     if kind == "--template":
         return _quietly(_templates)
-    if words[:1] == ["agent"] and kind == "NAME":
+    if words[:1] == ["agent"] and kind in ("NAME", "--fallback"):
         from cli.agents.table import AGENTS
 
-        return list(AGENTS)
+        return [name for name, row in AGENTS.items() if kind == "NAME" or row.headless is not None]
+    if words[:1] == ["agent"] and kind == "--state":
+        from cli.agents.states import STATES
+
+        return list(STATES)
     return _quietly(partial(_sandboxes, words)) if kind.endswith("SANDBOX") else []
 
 

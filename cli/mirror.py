@@ -43,6 +43,7 @@ from cli.session import SANDBOX_ID
 from sandboxd.termsafe import clean
 
 HEAD = ("SANDBOX", "KIND", "TIME", "COMMIT", "SIZE")
+FLEET = "fleet/"
 
 
 def main(args: dict[str, Any]) -> int:
@@ -92,17 +93,35 @@ def _list(mirror: Mirror, store: Store, repo: Repository, sandbox: str | None, a
 
 def _push(mirror: Mirror, repo: Repository, named: str, as_json: bool) -> int:
     settings = Path(place.config_dir())
-    record = session.load(settings, named) if SANDBOX_ID.fullmatch(named) else None
-    bringback.check_name(record.branch if record else named)
-    ref = f"{bringback.REFS}/{record.branch if record else named}"
+    sandbox, name = _meant(settings, repo, named)
+    ref = f"{bringback.REFS}/{name}"
     if bringback.commit_of(repo, ref) is None:
-        raise MirrorError(f"{ref} is not in this repository: nothing has come back under that name")
-    made = mirrored.upload(mirror, os.environ, settings, repo, named, "bring-back", ref)
+        raise MirrorError(
+            f"{ref} is not in this repository: nothing has come back under that name; "
+            "of a run that had a --name, what came back is under that one"
+        )
+    made = mirrored.upload(mirror, os.environ, settings, repo, sandbox, "bring-back", ref)
     if as_json:
         show.as_json(asdict(made) | {"time": made.shown_time})
     else:
         show.line(made.key)
     return 0
+
+
+def _meant(settings: Path, repo: Repository, named: str) -> tuple[str, str]:
+    """A sandbox, and the name below refs/sandbox/ of what came back from it."""
+    if named.startswith(FLEET):
+        from cli.fleet import state
+
+        fleet = state.Store.of(str(settings), repo.common_dir).read()
+        task = fleet.task(named.removeprefix(FLEET)) if fleet else None
+        if task is None or not task.sandbox:
+            raise MirrorError(f"the last fleet in this repository has no task {clean(named.removeprefix(FLEET))[:100]}")
+        return task.sandbox, named
+    record = session.load(settings, named) if SANDBOX_ID.fullmatch(named) else None
+    name = record.brought or record.branch if record else named
+    bringback.check_name(name)
+    return named, name
 
 
 def _fetch(mirror: Mirror, store: Store, repo: Repository, given: str, as_json: bool) -> int:

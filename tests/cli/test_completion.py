@@ -73,6 +73,12 @@ def test_what_is_offered(line: str, some: list[str]) -> None:
     assert offered(*line.split(" ")) == some
 
 
+def test_values_of_options_that_are_words_of_ours() -> None:
+    assert completion.names(["agent", "claude", "--fallback"], "--fallback")[:2] == ["claude", "codex"]
+    assert "goose" not in completion.names(["agent", "claude", "--fallback"], "--fallback")
+    assert "blocked" in completion.names(["agent", "wait", "--state"], "--state")
+
+
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_command_s_usage_is_understood(name: str) -> None:
     usage = str(import_module(COMMANDS[name]).__doc__)

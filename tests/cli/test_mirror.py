@@ -19,6 +19,7 @@ from moto.server import ThreadedMotoServer
 
 from cli import bucket, mirrored, repository, session
 from cli.bucket import Mirror, MirrorError
+from cli.fleet import state as fleets
 from cli.repository import Repository
 from cli.s3 import Store
 from cli.session import Session
@@ -501,7 +502,8 @@ def test_without_credentials_a_run_brings_back_and_says_what_is_missing(person: 
     done = person.run("run", "--name=no", "--", "sh", "-c", "echo x > x", cwd=repo.top)
     assert done.returncode == 0
     missing = "the variable MIRROR_KEY, which is to hold the mirror's credentials, is not set here"
-    assert f"not mirrored: {missing}" in notes(done)
+    assert notes(done)[-2:] == [f"not mirrored: {missing}", "try again with: sandbox-cli mirror push no"]
+    assert person.run("mirror", "push", "no", cwd=repo.top, **KEYS).returncode == 0
     assert text(repo.top, "show", "refs/sandbox/no:x") == "x"
     checked = person.run("mirror", "check", cwd=repo.top)
     assert (checked.returncode, "MIRROR_KEY" in checked.stderr.decode()) == (1, True)
@@ -517,6 +519,19 @@ def test_settings_that_are_named_hold_for_bringing_back_too(person: Person, repo
     assert (without.returncode, b"mirrored" in without.stderr) == (0, False)
     refused = person.run("attach", "--checkpoint-every=1s", "--config=absent.yaml", "kept", cwd=repo.top, **KEYS)
     assert refused.stderr == b"sandbox-cli: --config absent.yaml: no such file\n"
+
+
+def test_what_a_task_of_a_fleet_made_can_be_uploaded_later(person: Person, repo: Repository) -> None:
+    git(repo.top, "update-ref", "refs/sandbox/fleet/a/b", "HEAD")
+    store = fleets.Store.of(str(person.home / ".config/sandbox"), repo.common_dir)
+    store.prepare()
+    task = fleets.Task("a/b", "codex", False, "fleet-a-b-1", fleets.VERIFIED, sandbox="sbx_1")
+    now = session.now()
+    store.write(fleets.Fleet(str(repo.top), repo.head_commit, "main", "unix:///s", now, 0, "", (task,)))
+    pushed = person.run("mirror", "push", "fleet/a/b", cwd=repo.top, **KEYS)
+    assert pushed.returncode == 0, pushed.stderr
+    [listed] = json.loads(person.run("mirror", "ls", "sbx_1", "--json", cwd=repo.top, **KEYS).stdout)
+    assert listed["commit"] == repo.head_commit
 
 
 def test_checkpoints_go_up_too_where_that_is_asked_for(person: Person, repo: Repository, mirror: Mirror) -> None:
@@ -535,6 +550,7 @@ def test_checkpoints_go_up_too_where_that_is_asked_for(person: Person, repo: Rep
         (("fetch", "a b"), "is neither a sandbox's id nor an object's name"),
         (("fetch", "sbx_none"), "holds nothing of sbx_none and this repository"),
         (("push", "none"), "refs/sandbox/none is not in this repository"),
+        (("push", "fleet/none"), "the last fleet in this repository has no task none"),
         (("push", "mirror"), "the name 'mirror' is reserved"),
         (("ls", "a/b"), "'a/b' is not a sandbox's id"),
     ],
