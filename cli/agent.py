@@ -31,7 +31,7 @@ import os
 import sys
 from typing import Any
 
-from cli import plan, run, terminal
+from cli import plan, run, show, terminal
 from cli.agents import routing, start, wrapper
 from cli.agents.table import Agent, named
 from cli.running import Run, signals_end_us
@@ -52,10 +52,13 @@ def main(args: dict[str, Any]) -> int:
         raise SandboxError("the agent's name comes first, the sandbox's flags behind it: sandbox-cli agent NAME --FLAG")
     agent = named(words[0])
     usage = str(run.__doc__)
-    given = wrapper.split(words[1:], wrapper.flags(usage))
+    known = wrapper.flags(usage)
+    given = wrapper.split(words[1:], known)
     if given.help:
         sys.stdout.write(f"{str(__doc__).strip()}\n\nSandbox flags:\n{usage.partition('Options:')[2].strip(chr(10))}\n")
         return 0
+    if near := wrapper.meant(words[1:], given, known):
+        show.note(f"{given.agents[0]} goes to {agent.name}, and what follows it too; {near} is the sandbox's flag")
     flags = run.parsed(given.flags, ())
     settings = run.settings(flags)
     at_terminal = terminal.is_ours()

@@ -45,3 +45,16 @@ def split(words: Sequence[str], known: Mapping[str, bool]) -> Words:
     if position > len(words):
         raise SandboxError(f"agent: {words[-1]} needs a value")
     return Words(tuple(words[:position]), tuple(words[position:]))
+
+
+def meant(words: Sequence[str], given: Words, known: Mapping[str, bool]) -> str:
+    """Which flag of ours the agent's first word may have been, where no `--` says that it is the agent's; else "".
+
+    Of a run whose `--profile` is mistyped nobody would see that it keeps to nothing.
+    """
+    first = words[len(given.flags)].partition("=")[0] if len(words) > len(given.flags) else ""
+    if not first.startswith("--") or first == "--":
+        return ""
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(first, known, n=1, cutoff=0.8)), "")

@@ -78,6 +78,20 @@ def test_help_of_the_sandbox_s_flags_is_asked_for_before_the_agent_s_words() -> 
     assert wrapper.split(["--", "--help"], KNOWN) == wrapper.Words((), ("--help",))
 
 
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["--profle", "prod"], "--profile"), (["--name=a", "--profil=prod"], "--profile"),
+        (["--no-baselines", "-p", "x"], "--no-baseline"), (["--", "--profle"], ""), (["-p", "x"], ""), ([], ""),
+        (["--model", "x"], ""), (["--continue"], ""), (["--allowedTools", "x"], ""), (["--prompt", "x"], ""),
+        (["--yolo"], ""), (["exec", "--profle"], ""), (["--dangerously-skip-permissions"], ""), (["--resume"], ""),
+    ],
+)  # fmt: skip
+def test_a_flag_of_ours_that_is_mistyped_is_told(words: list[str], near: str) -> None:
+    known = wrapper.flags(str(run.__doc__))
+    assert wrapper.meant(words, wrapper.split(words, known), known) == near
+
+
 def test_the_flags_are_those_of_run() -> None:
     flags = wrapper.flags(str(run.__doc__))
     arguments = run.parsed((), ("x",))
