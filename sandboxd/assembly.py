@@ -127,10 +127,10 @@ class Qemu:
         return await qemu.start(spec, self.tools)
 
     async def adopt(self, directory: Path, sandbox_id: str) -> Machine | None:
-        return await qemu.adopt(directory, sandbox_id)
+        return await qemu.adopt(directory, sandbox_id, self.tools)
 
     def sweep(self, sandboxes: Path, known: frozenset[str]) -> None:
-        for ended in qemu.sweep(sandboxes, known, self.tools.instance, self.uids):
+        for ended in qemu.sweep(sandboxes, known, self.tools, self.uids):
             log.info("%s: its machine had no record: it was ended", ended)
 
     async def recover(self, volume: Path, sandbox_id: str, uid: int | None) -> bool:

@@ -20,11 +20,14 @@ from sandboxd.assets.store import Bench, Recipe
 
 META_PACKAGE = "linux-image-cloud-amd64"
 
-# Block devices, the host's transport, the network, the drives' file system, the sandbox's root.
-WANTED_MODULES = ("virtio_pci", "virtio_blk", "vmw_vsock_virtio_transport", "virtio_net", "erofs", "overlay")
+# The buses of QEMU's and of Firecracker's devices (the kernel finds the latter through ACPI), block devices, the host's
+# transport, the network, the drives' file system, the sandbox's root.
+WANTED_MODULES = (
+    "virtio_pci", "virtio_mmio", "virtio_blk", "vmw_vsock_virtio_transport", "virtio_net", "erofs", "overlay",
+)  # fmt: skip
 
 # Where the machine has such a device (its number in linux/virtio_ids.h, as sysfs writes it), and with what they need.
-DEVICE_MODULES = (("virtiofs", "0x001a"),)
+DEVICE_MODULES = (("virtiofs", "0x001a"), ("virtio_rng", "0x0004"))
 
 # linux/module_signature.h: what a signed module ends with, behind a struct whose last word is the signature's length.
 SIGNATURE_MARK = b"~Module signature appended~\n"

@@ -23,6 +23,7 @@ from sandboxd.vm.machine import is_name
 
 CONTROLLERS = ("cpu", "memory", "pids")
 PERIOD_US = 100_000
+TRIES = 100
 _PREFIX = "sandboxd-"
 
 
@@ -55,12 +56,6 @@ class Hierarchy:
                 found |= {entry.name for entry in os.scandir(root / f"{_PREFIX}{instance}") if entry.is_dir()}
         return {id for id in found if is_name(id)}
 
-    def forget(self, instance: str) -> None:
-        """Removes the instance's own directories, where no machine is left in them."""
-        for root in self.roots:
-            with suppress(OSError):
-                os.rmdir(root / f"{_PREFIX}{instance}")
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -74,12 +69,7 @@ class Group:
         try:
             wanted = dict(files(self.version, limits))
             for directory in self.directories:
-                parent = directory.parent
-                parent.mkdir(mode=0o755, exist_ok=True)
-                if self.version == 2:
-                    _enable(parent.parent)
-                    _enable(parent)
-                directory.mkdir(mode=0o755)
+                _make(directory, self.version)
                 for name in list(wanted):
                     if (directory / name).exists():
                         (directory / name).write_text(wanted.pop(name))
@@ -141,6 +131,9 @@ class Group:
                     time.sleep(0.01)
                 else:
                     break
+            # The instance's own, once its last machine is gone.
+            with suppress(OSError):
+                os.rmdir(directory.parent)
         return True
 
 
@@ -186,6 +179,20 @@ def find(mounts: str | None = None) -> Hierarchy:
             "mount cgroup2 with these controllers on /sys/fs/cgroup"
         )
     return Hierarchy(1, tuple(dict.fromkeys(v1[name] for name in CONTROLLERS)))
+
+
+def _make(directory: Path, version: int) -> None:
+    parent = directory.parent
+    for _ in range(TRIES):
+        # Another machine's end may take the parent away, until there is something in it.
+        with suppress(FileNotFoundError):
+            parent.mkdir(mode=0o755, exist_ok=True)
+            if version == 2:
+                _enable(parent.parent)
+                _enable(parent)
+            directory.mkdir(mode=0o755)
+            return
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(parent))
 
 
 def _enable(directory: Path) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from sandboxd.errors import SetupError
-from sandboxd.vm import jail, virtiofs
+from sandboxd.vm import cgroups, jail, virtiofs
 from sandboxd.vm.jail import Jail, Limits, Program
 from sandboxd.vm.machine import MachineSpec
 
@@ -25,6 +26,7 @@ GUEST_CID = 3
 CONSOLE_BYTES = 64 * 1024
 VMM_FILES = 256  # three for a drive, some for each processor and queue
 DEVICE_FILES = 2048  # one for a connection, of which it takes 1024
+OVERHEAD_BYTES = 512 << 20  # of all programs of a machine, beside the guest's memory and the code made of it
 CODE_BUFFER_MB = 512  # translated code under TCG; the default, 1 GiB a machine, is more than most guests fill
 
 _FIRMWARE = ("bios-256k.bin", "kvmvapic.bin", "linuxboot_dma.bin", "pvh.bin")
@@ -55,6 +57,8 @@ class Tools:
     accelerator: Accelerator
     instance: str
     open_files: int
+    groups: cgroups.Hierarchy | None
+    """Of root's machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ def find_tools(vsock: Path, instance: str, accelerator: Accelerator = Accelerato
         accelerator=accelerator,
         instance=instance,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        groups=cgroups.find() if os.geteuid() == 0 else None,
     )
 
 
@@ -156,10 +161,22 @@ def device_argv(vhost_fd: int, listen_fd: int) -> list[str]:
     return ["--vhost-fd", str(vhost_fd), "--listen-fd", str(listen_fd), "--guest-cid", str(GUEST_CID)]
 
 
-def vmm_jail(spec: MachineSpec, tools: Tools, largest_drive_bytes: int, kvm: Path | None) -> Jail:
-    """`kvm` is the device node to be seen as /dev/kvm."""
+def limits(spec: MachineSpec, accelerator: Accelerator) -> cgroups.Limits:
+    """What all processes of a machine may use together, the device's and virtiofsd's too. The guest has its processors
+    whole: moving its bytes takes another."""
+    return cgroups.Limits(
+        cpus=spec.cpus + 1,
+        memory_bytes=(spec.memory_mb << 20) + _code_bytes(accelerator) + OVERHEAD_BYTES,
+        processes=2 * (spec.cpus + 200),
+    )
+
+
+def vmm_jail(
+    spec: MachineSpec, tools: Tools, largest_drive_bytes: int, kvm: Path | None, entering: Sequence[str] = ()
+) -> Jail:
+    """`kvm` is the device node to be seen as /dev/kvm; `entering` the command that enters the machine's group."""
     memory = spec.memory_mb << 20
-    code = CODE_BUFFER_MB << 20 if tools.accelerator is Accelerator.TCG else 0
+    code = _code_bytes(tools.accelerator)
     return Jail(
         tools=tools.jail,
         program=tools.qemu,
@@ -180,10 +197,11 @@ def vmm_jail(spec: MachineSpec, tools: Tools, largest_drive_bytes: int, kvm: Pat
         ),
         devices=() if kvm is None else ((kvm, "/dev/kvm"),),
         environment=(("QEMU_MODULE_DIR", "/modules"),),
+        before=tuple(entering),
     )
 
 
-def device_jail(spec: MachineSpec, tools: Tools) -> Jail:
+def device_jail(spec: MachineSpec, tools: Tools, entering: Sequence[str] = ()) -> Jail:
     return Jail(
         tools=tools.jail,
         program=tools.vsock,
@@ -196,7 +214,12 @@ def device_jail(spec: MachineSpec, tools: Tools) -> Jail:
             processes=None if spec.uid is None else spec.cpus + 200,
         ),
         files=(),
+        before=tuple(entering),
     )
+
+
+def _code_bytes(accelerator: Accelerator) -> int:
+    return CODE_BUFFER_MB << 20 if accelerator is Accelerator.TCG else 0
 
 
 def _firmware(name: str) -> Path:

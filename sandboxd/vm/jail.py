@@ -65,9 +65,11 @@ class Tools:
 class Jail:
     """One jail. `files`, `devices` and `writable` (files that may be written) are (path on the host, path inside).
 
-    The rest is for a program that shares a directory. `before` is a command that starts bubblewrap, in a user namespace
-    where it is root, and `inside` then the uid and gid that the program has in the jail's own one, with `capabilities`
-    over what belongs to its user alone. `proc` shows it its own processes.
+    `before` is a command that starts bubblewrap, in the control group of a machine.
+
+    The rest is for a program that shares a directory: `before` then makes a user namespace too where it is root, and
+    `inside` is the uid and gid that the program has in the jail's own one, with `capabilities` over what belongs to its
+    user alone. `proc` shows it its own processes.
     """
 
     tools: Tools

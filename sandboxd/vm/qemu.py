@@ -28,6 +28,7 @@ import anyio.to_thread
 from sandboxd import unixpath
 from sandboxd.errors import BootFailed, SandboxError, SetupError
 from sandboxd.vm import commands, jail, processes, virtiofs
+from sandboxd.vm.cgroups import Group
 from sandboxd.vm.child import Child, ChildError, spawn
 from sandboxd.vm.commands import CONSOLE_BYTES, Accelerator, Descriptors, Tools
 from sandboxd.vm.machine import Drive, MachineSpec, Program
@@ -59,8 +60,10 @@ class QemuMachine:
         monitor: Monitor | None,
         children: Sequence[Child],
         programs: Sequence[Process],
+        group: Group | None,
     ) -> None:
         self.spec_id = id
+        self._group = group
         self._processes = tuple(programs)
         self._said = False
         by_role = {process.role: Program(process.pid, process.start_ticks) for process in programs}
@@ -111,6 +114,8 @@ class QemuMachine:
                 for child in self._children:
                     child.close()
                 _clean(self._directory)
+                if self._group is not None:
+                    gone = await anyio.to_thread.run_sync(self._group.remove) and gone
                 if not gone:
                     raise SandboxError(f"{self.spec_id}: a process did not end in {processes.END_S:.0f} s")
                 processes.remove_record(self._directory)
@@ -149,14 +154,15 @@ async def start(spec: MachineSpec, tools: Tools) -> QemuMachine:
         ours.enter_context(device_end)
         starting = _Starting(spec, tools)
         try:
+            entering = await starting.group()
             device_fds = (device_end.fileno(), vsock_listener.fileno())
-            prison = commands.device_jail(spec, tools)
+            prison = commands.device_jail(spec, tools, entering)
             starting.spawn(DEVICE, prison, commands.device_argv(*device_fds), device_fds)
-            share = starting.share(ours) if spec.share is not None else None
+            share = starting.share(ours, entering) if spec.share is not None else None
             fds = Descriptors(tuple(drives), vmm_end.fileno(), monitor_listener.fileno(), share)
             writable = [fd for fd, drive in zip(drives, spec.drives, strict=True) if not drive.read_only]
             largest = max((os.fstat(fd).st_size for fd in writable), default=0)
-            prison = commands.vmm_jail(spec, tools, largest, _kvm_node(spec, tools.accelerator))
+            prison = commands.vmm_jail(spec, tools, largest, _kvm_node(spec, tools.accelerator), entering)
             tap = () if spec.tap_fd is None else (spec.tap_fd,)
             inherited = (*fds.drives, fds.vhost, fds.qmp, *tap, *(() if share is None else (share,)))
             starting.spawn(VMM, prison, commands.argv(spec, tools.accelerator, fds), inherited)
@@ -165,6 +171,8 @@ async def start(spec: MachineSpec, tools: Tools) -> QemuMachine:
             with anyio.fail_after(START_S):
                 return await starting.finish()
         except BaseException as error:
+            # First: a socket that we still listen on would not count as nobody's.
+            ours.close()
             with anyio.CancelScope(shield=True):
                 failed = await starting.undo(error)
             if failed is None:
@@ -172,7 +180,7 @@ async def start(spec: MachineSpec, tools: Tools) -> QemuMachine:
             raise failed from error
 
 
-async def adopt(directory: Path, id: str) -> QemuMachine | None:
+async def adopt(directory: Path, id: str, tools: Tools) -> QemuMachine | None:
     """The machine an earlier run of the daemon left in `directory`; None unless both its programs still run.
 
     A VMM that does not answer its monitor now is adopted all the same, and asked again later. What is left of
@@ -187,19 +195,22 @@ async def adopt(directory: Path, id: str) -> QemuMachine | None:
     parts = {VMM, DEVICE} | ({virtiofs.ROLE} & {process.role for process in record.processes})
     if record.id == id and parts <= running:
         try:
-            return QemuMachine(id, directory, pidfds, await _connect(directory), (), record.processes)
+            group = _group(tools, id)
+            return QemuMachine(id, directory, pidfds, await _connect(directory), (), record.processes, group)
         except BaseException:
             for pidfd in pidfds:
                 os.close(pidfd)
             raise
     if await anyio.to_thread.run_sync(processes.end, pidfds):
         processes.remove_record(directory)
+    if (group := _group(tools, id)) is not None:
+        await anyio.to_thread.run_sync(group.remove)
     _clean(directory)
     return None
 
 
-def sweep(sandboxes_dir: Path, known_ids: Collection[str], instance: str, uids: Collection[int] = ()) -> set[str]:
-    """Ends every VMM and device process of `instance` whose id is not in `known_ids`; returns the ids found.
+def sweep(sandboxes_dir: Path, known_ids: Collection[str], tools: Tools, uids: Collection[int] = ()) -> set[str]:
+    """Ends every VMM and device process of our instance whose id is not in `known_ids`; returns the ids found.
 
     `uids` are those a root daemon gives to its machines; processes of any other uid but the daemon's own are
     left alone, whatever their command line says. Takes SETTLE_S and some milliseconds, 2 END_S at most.
@@ -208,6 +219,7 @@ def sweep(sandboxes_dir: Path, known_ids: Collection[str], instance: str, uids: 
     no mark yet, but it holds that lock until it closes what it will not pass on. Exec is the next thing it does,
     so a second look SETTLE_S later finds it marked.
     """
+    instance = tools.instance
     unknown = partial(_is_unknown, known_ids)
     ended = processes.end_marked(instance, unknown, {os.getuid(), *uids})
     time.sleep(SETTLE_S)
@@ -219,6 +231,9 @@ def sweep(sandboxes_dir: Path, known_ids: Collection[str], instance: str, uids: 
                     ended.add(directory.name)
                 # After both: only then does nobody listen on the sockets any more.
                 _clean(directory)
+    if tools.groups is not None:
+        for id in tools.groups.ids(instance) - set(known_ids):
+            tools.groups.group(instance, id).remove()
     return ended
 
 
@@ -232,11 +247,20 @@ class _Starting:
         self._children: list[Child] = []
         self._pidfds: list[int] = []
 
+    async def group(self) -> list[str]:
+        """Makes the machine's group; returns the command that enters it."""
+        self._step = "making the machine's control group"
+        group = _group(self._tools, self._spec.id)
+        if group is None:
+            return []
+        await anyio.to_thread.run_sync(group.make, commands.limits(self._spec, self._tools.accelerator))
+        return group.entering()
+
     def spawn(self, role: str, prison: jail.Jail, arguments: Sequence[str], fds: Sequence[int]) -> None:
         self._step = f"starting {role}"
         self._children.append(spawn(role, prison, arguments, fds))
 
-    def share(self, ours: ExitStack) -> int:
+    def share(self, ours: ExitStack, entering: Sequence[str]) -> int:
         """Starts what shares the directory; returns the descriptor that is for the VMM, closed with `ours`."""
         spec, tools = self._spec, self._tools
         assert spec.share is not None
@@ -246,7 +270,7 @@ class _Starting:
         except SetupError as fault:
             raise ChildError(str(fault)) from None
         marker = jail.marker(tools.instance, spec.id)
-        prison = virtiofs.prison(spec.share, spec.memory_mb, marker, tools.open_files, found, tools.jail)
+        prison = virtiofs.prison(spec.share, spec.memory_mb, marker, tools.open_files, found, tools.jail, entering)
         listener, end = ours.enter_context(virtiofs.connection(spec.directory))
         self._children.append(virtiofs.start(spec.share, prison, listener))
         return end.fileno()
@@ -272,8 +296,9 @@ class _Starting:
         match found:
             case [Monitor() as monitor]:
                 return QemuMachine(
-                    self._spec.id, self._spec.directory, self._pidfds, monitor, self._children, record.processes
-                )
+                    self._spec.id, self._spec.directory, self._pidfds, monitor, self._children, record.processes,
+                    _group(self._tools, self._spec.id),
+                )  # fmt: skip
             case _:
                 raise ChildError("a process ended before the monitor answered")
 
@@ -314,7 +339,14 @@ class _Starting:
         processes.end(self._pidfds)
         uids = {os.getuid()} if spec.uid is None else {os.getuid(), spec.uid}
         processes.end_marked(self._tools.instance, lambda id: id == spec.id, uids)
+        if (group := _group(self._tools, spec.id)) is not None:
+            group.remove()
         return code
+
+
+def _group(tools: Tools, id: str) -> Group | None:
+    """Only root's machines have one."""
+    return None if tools.groups is None else tools.groups.group(tools.instance, id)
 
 
 def _open_drive(stack: ExitStack, index: int, drive: Drive) -> int:

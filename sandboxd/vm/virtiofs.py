@@ -21,7 +21,7 @@ import os
 import socket
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +73,11 @@ def find_tools() -> Tools:
 
 
 def prison(
-    share: Share, memory_mb: int, marker: str, open_files: int, tools: Tools, jail_tools: jail.Tools
-) -> Jail:
-    """The jail. It is the daemon's user's, root's too: what the guest makes must be that user's."""
+    share: Share, memory_mb: int, marker: str, open_files: int, tools: Tools, jail_tools: jail.Tools,
+    entering: Sequence[str] = (),
+) -> Jail:  # fmt: skip
+    """The jail. It is the daemon's user's, root's too: what the guest makes must be that user's. `entering` is the
+    command that enters the machine's group."""
     mounted = ((Path(PLACE), INSIDE),)
     return Jail(
         tools=jail_tools,
@@ -86,6 +88,7 @@ def prison(
         files=mounted if share.read_only else (),
         writable=() if share.read_only else mounted,
         before=(
+            *entering,
             str(tools.unshare), "--user", "--map-root-user", "--mount", "--propagation", "private", "--",
             # By the working directory itself: --no-canonicalize keeps mount(8) from looking up its name.
             "/bin/sh", "-euc", f'"$1" --no-mtab --no-canonicalize --bind . {PLACE}; shift; cd /; exec "$@"',

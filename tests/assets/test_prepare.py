@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -75,16 +74,6 @@ def built() -> tuple[Path, Assets]:
     if assets is None:
         pytest.skip(f"no assets for these sources in {directory}; `make assets` builds them")
     return directory, assets
-
-
-def test_looking_takes_milliseconds() -> None:
-    directory, _ = built()
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        prepare.present(directory, BUILD)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.005
 
 
 def test_files_are_for_everybody_to_read_and_nobody_to_write() -> None:

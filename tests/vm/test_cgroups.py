@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,6 @@ def group() -> Iterator[Group]:
     made.make(LIMITS)
     yield made
     assert made.remove()
-    hierarchy.forget(INSTANCE)
     assert not any(directory.parent.exists() for directory in made.directories)
 
 
@@ -131,6 +131,20 @@ def test_a_group_that_was_left_is_made_anew(group: Group) -> None:
         group.make(LIMITS)
         assert started.wait(5) == -9
     assert cgroups.find().ids(INSTANCE) == {"one"}
+
+
+def test_machines_that_come_and_go_at_once_do_not_meet(group: Group) -> None:
+    others = [cgroups.find().group(f"{INSTANCE}-more", f"m{number}") for number in range(2)]
+
+    def come_and_go(one: Group) -> bool:
+        for _ in range(20):
+            one.make(LIMITS)
+            if not one.remove():
+                return False
+        return True
+
+    with ThreadPoolExecutor(len(others)) as pool:
+        assert list(pool.map(come_and_go, others)) == [True, True]
 
 
 def test_a_command_that_cannot_enter_is_not_run(group: Group) -> None:

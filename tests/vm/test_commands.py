@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sandboxd.errors import SetupError
-from sandboxd.vm import commands, jail, virtiofs
+from sandboxd.vm import cgroups, commands, jail, virtiofs
 from sandboxd.vm.commands import Accelerator, Descriptors, Tools
 from sandboxd.vm.jail import Jail, Limits, Program
 from sandboxd.vm.machine import Drive, MachineSpec, Share
@@ -41,6 +41,7 @@ TOOLS = Tools(
     accelerator=Accelerator.TCG,
     instance="i0",
     open_files=20000,
+    groups=None,
 )
 NET_SPEC = replace(SPEC, tap_fd=16, mac="06:00:ac:10:00:02")
 USER_SPEC = replace(SPEC, uid=None)
@@ -79,7 +80,7 @@ def share_jail(*, read_only: bool) -> Jail:
         ("jail-virtiofsd", jail.argv(share_jail(read_only=False), 31, 32, ["-f"])),
         ("jail-virtiofsd-read-only", jail.argv(share_jail(read_only=True), 31, 32, ["-f"])),
         ("sandbox-vsock", commands.device_argv(21, 22)),
-        ("jail-qemu-root", jail.argv(commands.vmm_jail(SPEC, TOOLS, SIZE, None), 31, 32, ["-qemu"])),
+        ("jail-qemu-root", jail.argv(commands.vmm_jail(SPEC, TOOLS, SIZE, None, ["enter"]), 31, 32, ["-qemu"])),
         ("jail-qemu-root-kvm", jail.argv(commands.vmm_jail(SPEC, KVM_TOOLS, SIZE, Path("/s/kvm")), 31, 32, ["-qemu"])),
         ("jail-qemu-user", jail.argv(commands.vmm_jail(USER_SPEC, USER_TOOLS, SIZE, None), 31, 32, ["-qemu"])),
         ("jail-vsock-root", jail.argv(commands.device_jail(SPEC, TOOLS), 31, 32, ["--vsock"])),
@@ -91,6 +92,12 @@ def test_the_command_is_the_golden_one(name: str, arguments: list[str]) -> None:
     if os.environ.get("GOLDEN") == "write":
         path.write_text(text(arguments))
     assert text(arguments) == path.read_text()
+
+
+def test_the_limits_of_all_its_programs_together() -> None:
+    memory = (1024 + 512 + commands.CODE_BUFFER_MB) << 20
+    assert commands.limits(SPEC, Accelerator.TCG) == cgroups.Limits(3, memory, 404)
+    assert commands.limits(SPEC, Accelerator.KVM).memory_bytes == (1024 + 512) << 20
 
 
 def test_nothing_of_the_sandbox_is_on_the_kernel_command_line() -> None:

@@ -21,7 +21,7 @@ from native import KvmAnswer, KvmState
 from sandboxd import unixpath
 from sandboxd.assets import prepare, store
 from sandboxd.errors import BootFailed, SetupError
-from sandboxd.vm import jail, kvm, processes, qemu
+from sandboxd.vm import cgroups, jail, kvm, processes, qemu
 from sandboxd.vm.commands import Accelerator, Tools
 from sandboxd.vm.machine import Drive
 from sandboxd.vm.qemu import QemuMachine
@@ -66,6 +66,8 @@ def directory() -> Iterator[Path]:
     (path / "image").write_bytes(bytes(1 << 20))
     yield path
     assert leftovers() == []
+    if os.geteuid() == 0:
+        assert cgroups.find().ids(INSTANCE) == set()
     shutil.rmtree(top)
 
 
@@ -125,7 +127,7 @@ def test_a_killed_starters_machine_is_adopted_boots_and_is_confined(directory: P
     with starter(directory, "kept", "hold") as process:
         assert (line_of(process), line_of(process)) == ("go", "started")
         process.kill()
-    assert qemu.sweep(directory, {"kept"}, INSTANCE, UIDS) == set()
+    assert qemu.sweep(directory, {"kept"}, starting.tools(INSTANCE), UIDS) == set()
     pids = programs("kept")
     assert set(pids) == {"qemu-system-x86_64", "sandbox-vsock"}
     for pid in pids.values():
@@ -140,7 +142,7 @@ def test_a_killed_starters_machine_is_adopted_boots_and_is_confined(directory: P
         assert os.listdir(f"/proc/{pid}/root/") and not os.path.exists(f"/proc/{pid}/root/etc")
 
     async def main() -> None:
-        machine = await qemu.adopt(directory / "kept", "kept")
+        machine = await qemu.adopt(directory / "kept", "kept", tools)
         assert machine is not None
         assert b'"ok":true' in (await ping(machine)).replace(b" ", b"")
         console = await machine.console_tail()
@@ -164,7 +166,7 @@ def test_a_killed_starters_machine_is_adopted_boots_and_is_confined(directory: P
                 group.start_soon(machine.terminate)
         await machine.terminate()
         await machine.wait_exit()
-        assert await qemu.adopt(directory / "kept", "kept") is None
+        assert await qemu.adopt(directory / "kept", "kept", tools) is None
 
     anyio.run(main)
     assert leftovers() == []
@@ -339,7 +341,7 @@ def test_after_a_starter_was_killed_at_any_moment_a_sweep_leaves_nothing(directo
     with open(directory / "lock", "rb") as lock:
         # As the daemon does: a child between fork and exec has no mark yet, but it still holds the lock.
         fcntl.flock(lock, fcntl.LOCK_EX)
-    qemu.sweep(directory, {"kept-by-someone"}, INSTANCE, UIDS)
+    qemu.sweep(directory, {"kept-by-someone"}, starting.tools(INSTANCE), UIDS)
     assert leftovers() == []
     assert sorted(os.listdir(directory / "swept")) == ["scratch"]
 
@@ -347,9 +349,11 @@ def test_after_a_starter_was_killed_at_any_moment_a_sweep_leaves_nothing(directo
 def test_a_known_machine_is_not_swept_and_one_whose_directory_is_gone_is(directory: Path, tools: Tools) -> None:
     async def main() -> None:
         known = await qemu.start(spec(directory, "known", 1), tools)
+        if tools.groups is not None:
+            assert {program.pid for program in known.programs} <= tools.groups.group(INSTANCE, "known").pids()
         lost = await qemu.start(spec(directory, "lost", 2), tools)
         shutil.rmtree(directory / "lost")
-        ended = await anyio.to_thread.run_sync(qemu.sweep, directory, {"known"}, INSTANCE, UIDS)
+        ended = await anyio.to_thread.run_sync(qemu.sweep, directory, {"known"}, starting.tools(INSTANCE), UIDS)
         assert ended == {"lost"}
         with anyio.fail_after(5):
             await lost.wait_exit()
@@ -361,25 +365,28 @@ def test_a_known_machine_is_not_swept_and_one_whose_directory_is_gone_is(directo
 
 
 @pytest.mark.parametrize("lost", ["qemu-system-x86_64", "sandbox-vsock"])
-def test_half_a_machine_is_not_adopted_but_ended(directory: Path, lost: str) -> None:
+def test_half_a_machine_is_not_adopted_but_ended(directory: Path, tools: Tools, lost: str) -> None:
     with starter(directory, "half", "hold") as process:
         assert (line_of(process), line_of(process)) == ("go", "started")
         process.kill()
     os.kill(programs("half")[lost], signal.SIGKILL)
     time.sleep(0.1)
-    assert anyio.run(qemu.adopt, directory / "half", "half") is None
+    assert anyio.run(qemu.adopt, directory / "half", "half", tools) is None
     assert leftovers() == []
 
 
-def test_a_machine_is_adopted_by_its_own_id_alone(directory: Path) -> None:
+def test_a_machine_is_adopted_by_its_own_id_alone(directory: Path, tools: Tools) -> None:
     with starter(directory, "mine", "hold") as process:
         assert (line_of(process), line_of(process)) == ("go", "started")
         process.kill()
-    assert anyio.run(qemu.adopt, directory / "mine", "yours") is None
+    assert anyio.run(qemu.adopt, directory / "mine", "yours", tools) is None
     assert leftovers() == []
+    qemu.sweep(directory, {"yours"}, tools, UIDS)
 
 
-def test_a_vmm_whose_monitor_is_busy_is_adopted_all_the_same(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vmm_whose_monitor_is_busy_is_adopted_all_the_same(
+    directory: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(qemu, "CONNECT_S", 0.3)
     with starter(directory, "busy", "hold") as process:
         assert (line_of(process), line_of(process)) == ("go", "started")
@@ -387,7 +394,7 @@ def test_a_vmm_whose_monitor_is_busy_is_adopted_all_the_same(directory: Path, mo
 
     async def main() -> None:
         with unixpath.connect_sync(directory / "busy" / qemu.QMP_SOCKET):
-            machine = await qemu.adopt(directory / "busy", "busy")
+            machine = await qemu.adopt(directory / "busy", "busy", tools)
             assert machine is not None
             assert await machine.console_tail() == b""
         await machine.terminate()
