@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from cli import bind, checkpoint, context, network, secrets, show, stream, terminal, wording
 from cli.agents import login, provider
 from cli.agents.tools import Tools
+from cli.bringback import BundleRefusedError
 from cli.checkpoint import Checkpoints
 from cli.plan import Plan
 from cli.status import Status
@@ -224,6 +225,8 @@ class Run:
         except SandboxError as error:
             self._keep = True
             show.note(f"the commits could not be brought back: {error}")
+            if isinstance(error, BundleRefusedError):
+                show.note(f"it would be refused again: see to that in the sandbox first: {self._look()}")
             self._hint_bring_back()
             result["error"] = str(error)
             code = code or 1

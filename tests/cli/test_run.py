@@ -212,6 +212,23 @@ def test_a_command_that_does_not_start_leaves_nothing(person: Person, rig: Rig) 
     assert (alive(rig), records(person)) == ([], [])
 
 
+def test_what_is_refused_says_where_it_can_be_mended_before_it_is_tried_again(person: Person, project: Path) -> None:
+    url = "printf '[submodule \"a\"]\\n\\tpath = a\\n\\turl = %s\\n' {} > .gitmodules"
+    done = run(person, "--name=mend", script=url.format("--upload-pack=x"))
+    assert done.returncode == 1
+    assert "disallowed submodule url" in notes(done)[0]
+    assert notes(done)[1:3] == [
+        "it would be refused again: see to that in the sandbox first: sandbox-cli shell mend",
+        "try again with: sandbox-cli bring-back mend",
+    ]
+    git_there = "git -c user.name=a -c user.email=b commit -q --amend -m mended"
+    again = ["sh", "-c", f"{url.format('https://a.test/b')}; git add -A; {git_there}"]
+    assert person.run("exec", "-w", "/workspace", "mend", "--", *again).returncode == 0
+    assert person.run("bring-back", "mend").returncode == 0
+    assert refs(project) == ["refs/sandbox/mend"]
+    person.run("kill", "mend")
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
