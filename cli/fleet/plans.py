@@ -21,6 +21,8 @@ from cli.agents.table import named
 from cli.config import Config
 from cli.fleet.file import REFS, Task
 from cli.plan import Packed, Plan
+from sandboxd.errors import SandboxError
+from sandboxd.termsafe import clean
 
 SLUG = 40
 REJECTED = 90
@@ -52,7 +54,11 @@ def of(
     words += [f"--allow={host}" for host in task.allow]
     words += ["--git"] if task.git else []
     args = run.parsed(words, command(task))
-    asked = plan.of(args, settings, environ, zone, agent)
+    try:
+        asked = plan.of(args, settings, environ, zone, agent)
+    except SandboxError as error:
+        key = "; in a fleet file --allow is the key allow" if "--allow" in str(error) else ""
+        raise SandboxError(f"task {clean(task.branch)}: {error}{key}") from None
     # The settings' notes are for the person, once, and not for every log.
     labels = {**(asked.create.labels or {}), "fleet.branch": task.branch}
     return replace(

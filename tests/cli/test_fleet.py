@@ -453,6 +453,8 @@ def test_a_log_stops_growing_and_the_agent_does_not_notice(person: Commander) ->
                      "../fleet.yaml is not in order: tasks[0].prompt: it is missing", id="a file with a fault"),
         pytest.param(lambda p: p.write({"branch": "a", "prompt": "x"}),
                      ("run", "-f", "../fleet.yaml", "--profile", "x"), "--profile x", id="an unknown profile"),
+        pytest.param(lambda p: p.write({"branch": "a", "prompt": "x"}),
+                     ("run", "-f", "../fleet.yaml", "--profile", "prod"), "is the key allow", id="prod and no host"),
         pytest.param(lambda p: p.write({"branch": "a", "prompt": "x"}), ("run",), "agent fleet:", id="no file named"),
         pytest.param(lambda p: None, ("status",), "no fleet was run in this repository", id="no fleet"),
         pytest.param(lambda p: None, ("land", "--all"), "no fleet was run in this repository", id="nothing to land"),
