@@ -96,8 +96,7 @@ class Run:
             if asked.agent:
                 network.for_agents(offer, os.geteuid())
             wanted = wanted._replace(network=network.of_run(asked.network, offer, asked.hosts))
-            # A snapshot has a disk and mounts of its own.
-            if asked.agent and not wanted.snapshot_id:
+            if asked.agent:
                 self._tools = Tools(client, offer, asked.agent, wanted, partial(create, client))
                 with Status() as status:
                     self._tools.install(status)
