@@ -21,10 +21,8 @@ from cli.githard import Bounds
 from cli.session import Session
 from tests.cli.person import Person
 from tests.cli.planted.world import git, text
-from tests.conftest import make_repository
+from tests.conftest import counts, make_repository
 from tests.sandboxd.rig import Rig
-
-SOAK = bool(os.environ.get("SOAK"))
 
 RUN_BY: list[tuple[str, str]] = [
     (".github/workflows/ci.yml", "GitHub Actions"),
@@ -223,7 +221,7 @@ def test_links_that_are_said_to_stay_do_stay_on_disk(tmp_path: Path) -> None:
     words = ["..", "a", "b", "l0", "l1", "l2", "."]
     rng = random.Random(7)
     stayed = left = 0
-    for number in range(3000 if SOAK else 300):
+    for number in range(counts(300, 3000)):
         top = tmp_path / str(number)
         (top / "a/b").mkdir(parents=True)
         links = {}
@@ -610,7 +608,7 @@ def test_judging_ends_in_time_and_says_so(project: Path) -> None:
     assert (cut.findings, cut.unseen) == ((), "judging its files took longer than -1 s")
 
 
-@pytest.mark.skipif(not SOAK, reason="SOAK=1: a million entries")
+@pytest.mark.soak
 def test_a_million_entries_take_seconds() -> None:
     raw = b"".join(b":000000 100644 %040d %040d A\0src/d%d/f%d.ts\0" % (0, n, n % 999, n) for n in range(1_000_000))
     began = time.monotonic()

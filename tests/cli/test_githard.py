@@ -17,6 +17,7 @@ from cli.githard import Bounds, GitError, Place
 from tests.cli.planted import world as worlds
 from tests.cli.planted.plants import PLANTS, Plant
 from tests.cli.planted.world import World, git
+from tests.conftest import SOAK
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,6 @@ COMMANDS = (
     ("update-ref", "refs/sandbox/x", "HEAD"),
 )
 NEEDS = {"commit": {"add"}, "merge": {"add", "commit"}}
-SOAK = bool(os.environ.get("SOAK"))
 
 
 def everything(world: World, plant: Plant) -> None:

@@ -18,6 +18,7 @@ from typing import cast
 import pytest
 
 from egress.policy import Mode
+from tests.conftest import counts
 from tests.egress.rig import (
     ANYWHERE,
     BUILD,
@@ -348,7 +349,7 @@ def test_rules_that_an_administrator_flushes_lead_to_no_other_way(rig: Rig, sand
 
 
 def test_a_slow_reader_gets_every_byte_and_costs_no_memory(rig: Rig, sandbox: Sandbox) -> None:
-    size = (256 if os.environ.get("SOAK") else 32) << 20
+    size = counts(32, 256) << 20
     block = os.urandom(1 << 20)
 
     def send(asked: Request) -> None:
