@@ -148,16 +148,14 @@ class Checkpoints:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Checkpoints:
-        if self._every_s > 0:
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        if self._every_s > 0:
-            self._thread.join(WAIT_S)
+        self._thread.join(WAIT_S)
 
     def told(self) -> Sequence[str]:
         """What the person should hear, afterwards."""
