@@ -178,7 +178,7 @@ def test_all_verified_is_0_and_landed_with_one_command(person: Commander) -> Non
 
 def test_so_many_at_once_and_no_more_each_from_the_same_commit(person: Commander, client: Client) -> None:
     """HEAD moves meanwhile; so the later ones would start from another commit if each packed its own."""
-    many = counts(8, 50)
+    many = counts(5, 50)
     prompt = "git rev-parse HEAD; echo x > x; sleep 0.5"
     person.write(*({"branch": f"t{n}", "prompt": prompt} for n in range(many)), max_parallel=2)
     base = git(person.top, "rev-parse", "HEAD").strip()
