@@ -45,6 +45,7 @@ class Endpoint(NamedTuple):
         try:
             parts = urlsplit(address)
             host, port = parts.hostname or "", parts.port
+            host.encode("idna")  # as getaddrinfo is going to, with a UnicodeError that nobody expects there
         except ValueError:
             host, port = "", None
         if not host or port is None or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:

@@ -109,6 +109,8 @@ REFUSED = [
     (("add", "c", "unix://relative"), "unix://relative: not https://HOST:PORT"),
     (("add", "c", "http://192.0.2.1:80", "--token-file", "token"), "without TLS only this machine itself"),
     (("add", "c", "https://h", "--token-file", "token"), "not unix:///path, http://127.0.0.1:PORT or"),
+    (("add", "c", "https://a..b:1", "--token-file", "token"), "https://a..b:1: not unix:///path, http://127.0.0.1:PORT"),
+    (("add", "c", f"https://{'a' * 70}.test:1", "--token-file", "token"), "not unix:///path, http://127.0.0.1:PORT or"),
     (("add", "c", "https://u:p@h:1", "--token-file", "token"), "not unix:///path, http://127.0.0.1:PORT or"),
     (("add", "c", "https://h:1"), "over TCP a token is needed; name its file with --token-file"),
     (("add", "c", "https://h:1", "--token-file", "none"), "/none: No such file or directory"),
