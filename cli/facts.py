@@ -22,7 +22,7 @@ Value = str | list[str] | dict[str, int]
 Fact = tuple[str, Value]
 
 VERSION_S = 10.0
-SYSTEM_DIRECTORIES = "/usr/sbin:/sbin"
+SYSTEM_DIRECTORIES = "/usr/bin:/bin:/usr/sbin:/sbin"
 LOW_DISK_BYTES = 5 << 30
 IMAGE_PROGRAMS = {"skopeo": "skopeo", "umoci": "umoci", "mkfs.erofs": "erofs-utils", "zstd": "zstd"}
 """What images of registries need, and the packages it is in."""
@@ -67,9 +67,14 @@ def kvm() -> Iterator[Fact]:
         yield "so", "machines are emulated, several times slower"
 
 
+def search(path: str) -> str:
+    """Where programs are looked for: never in the working directory, which may be a repository with a `bwrap` in it."""
+    return ":".join([*(one for one in path.split(":") if os.path.isabs(one)), SYSTEM_DIRECTORIES])
+
+
 def program(name: str, command: str) -> Iterator[Fact]:
     """Its version in its own words, and what is known to be bad about it."""
-    path = shutil.which(command, path=f"{os.environ.get('PATH', '')}:{SYSTEM_DIRECTORIES}")
+    path = shutil.which(command, path=search(os.environ.get("PATH", "")))
     if path is None:
         yield name, f"missing: {command} is not installed" if name != "firecracker" else "none: QEMU runs machines"
         return
@@ -140,7 +145,7 @@ def forwarding(uid: int) -> Iterator[Fact]:
     if uid != 0:
         yield "firewall", "not looked at: only root may list its rules"
         return
-    nft = shutil.which("nft", path=f"{os.environ.get('PATH', '')}:{SYSTEM_DIRECTORIES}")
+    nft = shutil.which("nft", path=search(os.environ.get("PATH", "")))
     if nft is None:
         yield "firewall", "not looked at: nft is not installed"
         return

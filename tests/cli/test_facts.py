@@ -49,6 +49,22 @@ VERSIONS = [
 ]
 
 
+@pytest.mark.parametrize("path", [None, "", ".", "bin:/usr/bin", "/usr/bin::"])
+def test_no_program_of_the_working_directory_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | None
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("bwrap", "qemu-system-x86_64", "firecracker", "nft", "bin/bwrap", "bin/firecracker"):
+        (tmp_path / name).write_text(f"#!/bin/sh\n>>{tmp_path}/ran\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PATH") if path is None else monkeypatch.setenv("PATH", path)
+    for name, command in (("bubblewrap", "bwrap"), ("qemu", "qemu-system-x86_64"), ("firecracker", "firecracker")):
+        list(facts.program(name, command))
+    list(facts.forwarding(os.geteuid()))
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(("program", "said", "bad"), VERSIONS, ids=[row[1] for row in VERSIONS])
 def test_versions(program: str, said: str, bad: list[str] | None) -> None:
     version = advisories.version_in(said)
