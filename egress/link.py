@@ -26,7 +26,7 @@ from egress.plan import NAMESPACES, Plan
 T = TypeVar("T")
 
 CLONE_NEWNET = 0x40000000  # sched.h
-TUNSETIFF = 0x400454CA  # linux/if_tun.h
+TUNSETIFF, TUNSETPERSIST, TUNSETOWNER = 0x400454CA, 0x400454CB, 0x400454CC  # linux/if_tun.h
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR, IFF_TUN_EXCL = 0x0002, 0x1000, 0x4000, 0x8000
 NUD_PERMANENT = 0x80  # linux/neighbour.h
 BACKLOG = 4096
@@ -102,6 +102,12 @@ def make(plan: Plan) -> int:
         delete(plan)
         raise
     return tap
+
+
+def give(tap: int, uid: int) -> None:
+    """From now on `uid` can open it by its name, without any capability, and it stays when nobody has it open."""
+    fcntl.ioctl(tap, TUNSETOWNER, uid)
+    fcntl.ioctl(tap, TUNSETPERSIST, 1)
 
 
 def settle(plan: Plan) -> None:

@@ -50,16 +50,28 @@ class GuestNetwork:
     mtu: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Link:
-    """The tap lasts as long as somebody has it open: the machine, once it has been given the descriptor."""
+    """The tap lasts as long as somebody has it open: the machine, once it has been given the descriptor. A machine that
+    opens it by its name, in its namespace, is given it with `leave_tap`; then it lasts as long as the namespace."""
 
     tap_fd: int
     guest: GuestNetwork
+    name: str
+    namespace: Path
+    _open: bool = True
+
+    def leave_tap(self, uid: int) -> None:
+        """To whoever runs as `uid`, and to nobody else. Raises OSError."""
+        if self._open:
+            link.give(self.tap_fd, uid)
+            self.close_tap()
 
     def close_tap(self) -> None:
-        """Ours, once the machine has its own."""
-        os.close(self.tap_fd)
+        """Ours, once the machine has its own. Idempotent."""
+        if self._open:
+            self._open = False
+            os.close(self.tap_fd)
 
 
 @dataclass(slots=True)
@@ -126,7 +138,7 @@ class Egress:
             self._sandboxes[sandbox_id] = sandbox
             await self._tell(sandbox_id, sandbox)
             undo.pop_all()
-        return Link(tap, _guest(its))
+        return Link(tap, _guest(its), its.interface, Path(plan.NAMESPACES, its.namespace))
 
     async def adopt(self, sandbox_id: str, policy: Policy, names: Path) -> bool:
         """For a sandbox of an earlier daemon: the same network with `policy`. False where there is none any more."""

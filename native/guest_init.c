@@ -93,9 +93,10 @@ static void pause_ms(long ms) {
         continue;
 }
 
-__attribute__((noreturn)) static void end(int how) {
+/* A reset ends every VMM; switched off, Firecracker's machine would only stand still. */
+__attribute__((noreturn)) static void end(void) {
     sync();
-    reboot(how);
+    reboot(RB_AUTOBOOT);
     for (;;) /* returning would be a kernel panic over the message that was just printed */
         pause_ms(1000);
 }
@@ -103,7 +104,7 @@ __attribute__((noreturn)) static void end(int how) {
 __attribute__((noreturn)) static void fail(const char *step, const char *what) {
     const char *why = strerror(errno);
     say("guest-init: failed: %s%s%s: %s\n", step, *what ? " " : "", what, why);
-    end(RB_POWER_OFF);
+    end();
 }
 
 static void mount_all(const struct mount_row *rows, size_t count) {
@@ -236,7 +237,7 @@ static void supervise(void) {
             deaths = 0;
         if (++deaths > GUESTD_DEATHS_MAX) {
             say("guest-init: failed: guestd ended %d times\n", deaths);
-            end(RB_AUTOBOOT);
+            end();
         }
         pause_ms(GUESTD_PAUSE_MS);
         started_s = now_s();

@@ -112,6 +112,7 @@ class Qemu:
     """`vm.qemu` as the service's backend. Starts machines under TCG until `settle` has found a KVM that works."""
 
     name = "qemu"
+    silent = False
 
     def __init__(self, tools: Tools, uids: range, state_dir: Path) -> None:
         self.tools, self.uids, self._state_dir = tools, uids, state_dir

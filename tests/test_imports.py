@@ -223,7 +223,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.vm.firecracker_calls", (), ()),
     ("sandboxd.vm.firecracker_versions", (), ()),
     ("sandboxd.vm.firecracker_client", ("sandboxd.vm.*", "sandboxd.termsafe", "sandboxd.unixpath"), ("anyio", "h11")),
-    ("sandboxd.vm.*", ("sandboxd.vm.*", "sandboxd.errors", "sandboxd.unixpath", "native"), ("anyio",)),
+    ("sandboxd.vm.*", ("sandboxd.vm.*", "sandboxd.errors", "sandboxd.trees", "sandboxd.unixpath", "native"), ("anyio",)),
     ("sandboxd.socketstream", ("sandboxd.unixpath",), ("anyio",)),
     ("sandboxd.tlsstream", ("sandboxd.socketstream",), ("anyio",)),
     (

@@ -54,6 +54,10 @@ class Child:
                 text = (text + piece)[:65536]
         return text
 
+    def last_line(self) -> str:
+        """The last line of it, fit for a message."""
+        return last_line(self.errors())
+
     def exit_code(self) -> int | None:
         """128 + n for a program that died of signal n, as a shell says it; None while it runs."""
         code = self._popen.poll()
@@ -65,6 +69,12 @@ class Child:
             self._popen.wait(timeout=1.0)
         os.close(self._info_fd)
         os.close(self._stderr_fd)
+
+
+def last_line(said: bytes) -> str:
+    """Of what a process said: printable ASCII, one line."""
+    lines = [line for line in said.decode("ascii", "replace").splitlines() if line.strip()]
+    return "".join(c if " " <= c <= "~" else "?" for c in lines[-1])[:200] if lines else ""
 
 
 def spawn(

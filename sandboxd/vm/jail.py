@@ -63,7 +63,8 @@ class Tools:
 
 @dataclass(frozen=True, slots=True)
 class Jail:
-    """One jail. `files`, `devices` and `writable` (files that may be written) are (path on the host, path inside).
+    """One jail. `files`, `devices` and `writable` (files that may be written) are (path on the host, path inside);
+    `home` is a directory that may be written, and where the program starts.
 
     `before` is a command that starts bubblewrap, in the control group of a machine.
 
@@ -85,6 +86,7 @@ class Jail:
     inside: int | None = None
     capabilities: tuple[str, ...] = ()
     proc: bool = False
+    home: tuple[Path, str] | None = None
 
 
 def marker(instance: str, id: str) -> str:
@@ -125,12 +127,14 @@ def argv(jail: Jail, info_fd: int, seccomp_fd: int, arguments: Sequence[str]) ->
     if jail.inside is not None:
         command += ["--uid", str(jail.inside), "--gid", str(jail.inside)]
     command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup"]
-    command += ["--as-pid-1", "--hostname", "vmm", "--chdir", "/", "--clearenv"]
+    command += ["--as-pid-1", "--hostname", "vmm", "--chdir", jail.home[1] if jail.home else "/", "--clearenv"]
     for name, value in (("LD_LIBRARY_PATH", "/lib"), *jail.environment):
         command += ["--setenv", name, value]
     # Parents bubblewrap makes by itself are 0700: root's, and then closed to the machine's uid.
     for directory in directories:
         command += ["--perms", "0755", "--dir", directory]
+    # First: others may lie in it.
+    command += ["--bind", str(jail.home[0]), jail.home[1]] if jail.home else []
     for source, target in binds:
         command += ["--ro-bind", str(source), target]
     for source, target in jail.devices:

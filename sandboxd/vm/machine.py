@@ -7,6 +7,7 @@ decides a policy or carries a value from an environment; two backends fit behind
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -42,7 +43,10 @@ class MachineSpec:
     the machine's sockets and record are made in it. `uid` is the uid and gid of the VMM where the daemon is
     root, and nobody else's; None where the daemon is an ordinary user and the VMM stays that user.
     `tap_fd` is an open tap device, made with IFF_VNET_HDR, that becomes the guest's eth0 with the address `mac`;
-    None: no interface. It stays its maker's: the VMM gets a copy, and the maker closes the original afterwards.
+    None: no interface. It stays its maker's: the VMM gets a copy, and the maker closes the original afterwards. A VMM
+    that opens it by name finds `tap_name` in `netns` once `leave_tap` was called with its uid.
+    With `console` the guest's console is kept even where that costs the guest time; it is for finding out why one
+    does not come up.
     """
 
     id: str
@@ -55,7 +59,11 @@ class MachineSpec:
     uid: int | None
     tap_fd: int | None = None
     mac: str = ""
+    tap_name: str = ""
+    netns: Path | None = None
+    leave_tap: Callable[[int], None] | None = None
     share: Share | None = None
+    console: bool = False
 
     def __post_init__(self) -> None:
         if not is_name(self.id):
@@ -120,6 +128,11 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def silent(self) -> bool:
+        """Whether a machine's console is kept only where its spec asks for it."""
+        ...
 
     async def start(self, spec: MachineSpec) -> Machine: ...
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-import fcntl
 import logging
 import os
 import socket
 import stat
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -27,11 +26,11 @@ import anyio.to_thread
 
 from sandboxd import unixpath
 from sandboxd.errors import BootFailed, SandboxError, SetupError
-from sandboxd.vm import commands, jail, processes, virtiofs
+from sandboxd.vm import commands, drives, jail, processes, virtiofs, watch
 from sandboxd.vm.cgroups import Group
 from sandboxd.vm.child import Child, ChildError, spawn
 from sandboxd.vm.commands import CONSOLE_BYTES, Accelerator, Descriptors, Tools
-from sandboxd.vm.machine import Drive, MachineSpec, Program
+from sandboxd.vm.machine import MachineSpec, Program
 from sandboxd.vm.monitor import Monitor, MonitorError
 from sandboxd.vm.processes import Process, Record
 
@@ -92,7 +91,7 @@ class QemuMachine:
             async with self._ending:
                 return
         with ExitStack() as stack:
-            await _first(self._wait_guest_stopped, *_ends(stack, self._pidfds))
+            await watch.first(self._wait_guest_stopped, *watch.ends(stack, self._pidfds))
         ended = [process.role for process in self._processes if processes.has_ended(process)]
         if ended and not (self._said or self._ended or self._ending.locked()):
             self._said = True
@@ -144,7 +143,7 @@ async def start(spec: MachineSpec, tools: Tools) -> QemuMachine:
     if (os.geteuid() == 0) != (spec.uid is not None):
         raise ValueError("a VMM of root's has a uid of its own, and only one of root's")
     with ExitStack() as ours:
-        drives = [_open_drive(ours, index, drive) for index, drive in enumerate(spec.drives)]
+        images = [drives.open_image(ours, f"drive {index}", drive) for index, drive in enumerate(spec.drives)]
         for what, path in (("kernel", spec.kernel), ("initramfs", spec.initramfs)):
             if not path.is_file():
                 raise BootFailed(f"opening the {what}: there is no such file", None, b"")
@@ -159,8 +158,8 @@ async def start(spec: MachineSpec, tools: Tools) -> QemuMachine:
             prison = commands.device_jail(spec, tools, entering)
             starting.spawn(DEVICE, prison, commands.device_argv(*device_fds), device_fds)
             share = starting.share(ours, entering) if spec.share is not None else None
-            fds = Descriptors(tuple(drives), vmm_end.fileno(), monitor_listener.fileno(), share)
-            writable = [fd for fd, drive in zip(drives, spec.drives, strict=True) if not drive.read_only]
+            fds = Descriptors(tuple(images), vmm_end.fileno(), monitor_listener.fileno(), share)
+            writable = [fd for fd, drive in zip(images, spec.drives, strict=True) if not drive.read_only]
             largest = max((os.fstat(fd).st_size for fd in writable), default=0)
             prison = commands.vmm_jail(spec, tools, largest, _kvm_node(spec, tools.accelerator), entering)
             tap = () if spec.tap_fd is None else (spec.tap_fd,)
@@ -292,7 +291,7 @@ class _Starting:
                 found.append(error)
 
         with ExitStack() as stack:
-            await _first(connect, *_ends(stack, self._pidfds))
+            await watch.first(connect, *watch.ends(stack, self._pidfds))
         match found:
             case [Monitor() as monitor]:
                 return QemuMachine(
@@ -320,7 +319,7 @@ class _Starting:
         """Leaves nothing. Returns what to raise instead of `error`; None where that is no failure to boot."""
         spec = self._spec
         code = await anyio.to_thread.run_sync(self._end)
-        said = [f"{child.role} said: {line}" for child in self._children if (line := _last_line(child.errors()))]
+        said = [f"{child.role} said: {line}" for child in self._children if (line := child.last_line())]
         for child in self._children:
             child.close()
         _clean(spec.directory)
@@ -347,23 +346,6 @@ class _Starting:
 def _group(tools: Tools, id: str) -> Group | None:
     """Only root's machines have one."""
     return None if tools.groups is None else tools.groups.group(tools.instance, id)
-
-
-def _open_drive(stack: ExitStack, index: int, drive: Drive) -> int:
-    access = os.O_RDONLY if drive.read_only else os.O_RDWR
-    try:
-        fd = os.open(drive.path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise BootFailed(f"opening drive {index}: {error.strerror}", None, b"") from error
-    stack.callback(os.close, fd)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        raise BootFailed(f"opening drive {index}: not a regular file", None, b"")
-    try:
-        # Of the open file and so of the VMM, whoever else ends; whatever a record says, two never write to one drive.
-        fcntl.flock(fd, (fcntl.LOCK_SH if drive.read_only else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise BootFailed(f"opening drive {index}: another machine has it", None, b"") from None
-    return fd
 
 
 def _listen(stack: ExitStack, directory: Path) -> list[socket.socket]:
@@ -424,34 +406,8 @@ def _exit_code(children: Sequence[Child]) -> int | None:
     return children[-1].exit_code() if children else None
 
 
-def _last_line(said: bytes) -> str:
-    """The last thing a process said, fit for a message: printable ASCII, one line."""
-    lines = [line for line in said.decode("ascii", "replace").splitlines() if line.strip()]
-    return "".join(c if " " <= c <= "~" else "?" for c in lines[-1])[:200] if lines else ""
-
-
 def _from_base64(text: object) -> bytes:
     try:
         return base64.b64decode(text, validate=True) if isinstance(text, str) else b""
     except binascii.Error:
         return b""
-
-
-def _ends(stack: ExitStack, pidfds: Sequence[int]) -> list[Callable[[], Awaitable[None]]]:
-    """One wait for each process's end, on a duplicate of its own: so any number may wait for the same one."""
-    own = [os.dup(pidfd) for pidfd in pidfds]
-    for fd in own:
-        stack.callback(os.close, fd)
-    return [partial(anyio.wait_readable, fd) for fd in own]
-
-
-async def _first(*waits: Callable[[], Awaitable[None]]) -> None:
-    """Returns when the first of `waits` has, and cancels the others."""
-    async with anyio.create_task_group() as group:
-
-        async def wait(one: Callable[[], Awaitable[None]]) -> None:
-            await one()
-            group.cancel_scope.cancel()
-
-        for one in waits:
-            group.start_soon(wait, one)

@@ -95,6 +95,7 @@ def end(pid: int, pidfd: int) -> None:
 class FakeBackend:
     knobs: Path
     name: str = "fake"
+    silent: bool = False
 
     def knob(self, name: str) -> bytes:
         path = self.knobs / name

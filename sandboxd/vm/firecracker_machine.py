@@ -1,0 +1,428 @@
+"""A machine under Firecracker: started, adopted after a restart of the daemon, ended, swept up.
+
+In: a `MachineSpec`. Out: a `FirecrackerMachine`, or BootFailed with the step and nothing left behind. As root the VMM
+is started by its jailer, in a control group that says which process it is; an ordinary user's runs in bubblewrap's
+jail, with its own filters of system calls on. It outlives whoever started it. Everything it says, and every name in
+the directory that is its root, is hostile from the moment the guest runs: its sockets are looked for in the open
+directory, no link is followed, and its pipes are held open since before it ran.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from sandboxd import trees
+from sandboxd.errors import BootFailed, SandboxError
+from sandboxd.vm import cgroups, child, drives, firecracker, jail, jailer, processes, seccomp, watch
+from sandboxd.vm.cgroups import Group, Hierarchy
+from sandboxd.vm.child import Child, ChildError
+from sandboxd.vm.firecracker import Arch, Names, Request
+from sandboxd.vm.firecracker_client import CallFailed, Client
+from sandboxd.vm.firecracker_versions import Version
+from sandboxd.vm.jail import Jail, Limits
+from sandboxd.vm.machine import Drive, MachineSpec, Program
+from sandboxd.vm.processes import Process, Record
+
+VMM = "Firecracker"
+START_S = 20.0
+CONSOLE_BYTES = 64 * 1024
+OVERHEAD_BYTES = 256 << 20  # beside the guest's memory; Firecracker's own is a few MiB, the rest is the drives' pages
+FILES = 256
+HOME = "/vm"
+KVM = Path("/dev/kvm")
+
+log = logging.getLogger("sandboxd")
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The programs of this host, the version they have, and what marks what is started with them. `program` is
+    Firecracker in an ordinary user's jail, `groups` are root's machines'."""
+
+    jailer: jailer.Tools
+    program: jail.Program
+    version: Version
+    arch: Arch
+    instance: str
+    open_files: int
+    groups: Hierarchy | None
+
+
+class FirecrackerMachine:
+    """A running machine. Made by `start`, `restore` and `adopt`, which hand over what they hold in `held`."""
+
+    def __init__(
+        self, id: str, directory: Path, process: Process, pidfds: Sequence[int], started: Child | None,
+        group: Group | None, root: Path, held: ExitStack,
+    ) -> None:  # fmt: skip
+        self.spec_id = id
+        self.programs = (Program(process.pid, process.start_ticks),)
+        self.vsock_path = root / Names.VSOCK
+        self._directory, self._pidfds, self._child, self._group = directory, list(pidfds), started, group
+        self._held = held
+        self._console = bytearray()
+        self._ending = anyio.Lock()
+        self._ended = False
+
+    async def console_tail(self, limit_bytes: int = 8192) -> bytes:
+        """What was written since the daemon started it, where the spec asked for a console."""
+        if self._child is not None and not self._ended:
+            self._console += self._child.errors()
+            del self._console[:-CONSOLE_BYTES]
+        return bytes(self._console[-limit_bytes:])
+
+    async def wait_exit(self) -> None:
+        if self._ending.locked() or self._ended:
+            async with self._ending:
+                return
+        with ExitStack() as stack:
+            await watch.first(*watch.ends(stack, self._pidfds))
+
+    async def terminate(self) -> None:
+        with anyio.CancelScope(shield=True):
+            async with self._ending:
+                if self._ended:
+                    return
+                gone = await anyio.to_thread.run_sync(_end, self._pidfds, self._group)
+                await self.console_tail()
+                self._ended = True
+                self._held.close()
+                if self._child is not None:
+                    self._child.close()
+                await anyio.to_thread.run_sync(_clean, self._directory)
+                if not gone:
+                    raise SandboxError(f"{self.spec_id}: a process did not end in {processes.END_S:.0f} s")
+                processes.remove_record(self._directory)
+
+
+async def start(spec: MachineSpec, tools: Tools) -> FirecrackerMachine:
+    """Returns once the guest runs. Whether it comes up its answers show. Raises BootFailed with nothing left behind. A
+    directory that holds a live machine is refused, and that machine left alone."""
+    calls = firecracker.requests(spec, tools.version, tools.arch, spec.tap_name or None, spec.console)
+    return await _Starting(spec, tools).run(calls)
+
+
+async def adopt(directory: Path, id: str, tools: Tools) -> FirecrackerMachine | None:
+    """The machine an earlier run of the daemon left in `directory`; None unless its VMM still runs. What is left of one
+    that cannot be adopted is ended, as far as its record tells; `sweep` finds the rest. Its drives are no longer
+    locked: that they are this machine's alone, records say."""
+    record = processes.read_record(directory)
+    if record is None:
+        return None
+    group = _group(tools, id)
+    held = [(process, fd) for process in record.processes if (fd := processes.hold(process)) is not None]
+    pidfds = [fd for _, fd in held]
+    vmm = next((process for process, _ in held if process.role == VMM), None)
+    if record.id == id and vmm is not None and _is_its(vmm, record, group, tools):
+        with suppress(OSError):
+            root = _root(directory, id, tools)
+            return FirecrackerMachine(id, directory, vmm, pidfds, None, group, root, ExitStack())
+    if await anyio.to_thread.run_sync(_end, pidfds, group if record.id == id else None):
+        processes.remove_record(directory)
+    await anyio.to_thread.run_sync(_clean, directory)
+    return None
+
+
+def sweep(sandboxes_dir: Path, known_ids: Collection[str], tools: Tools) -> set[str]:
+    """Ends every VMM of our instance whose id is not in `known_ids`; returns the ids found. Blocking."""
+    ended: set[str] = set()
+    if tools.groups is not None:
+        for id in tools.groups.ids(tools.instance) - set(known_ids):
+            group = tools.groups.group(tools.instance, id)
+            if group.pids():
+                ended.add(id)
+            group.remove()
+    else:
+        ended |= processes.end_marked(tools.instance, lambda id: id not in known_ids, {os.getuid()})
+    with suppress(FileNotFoundError):
+        for directory in sorted(sandboxes_dir.iterdir()):
+            if directory.name not in known_ids and directory.is_dir() and not directory.is_symlink():
+                if processes.end_recorded(directory):
+                    ended.add(directory.name)
+                _clean(directory)
+    return ended
+
+
+def limits(spec: MachineSpec) -> cgroups.Limits:
+    """What the VMM may use. The guest has its processors whole: moving its bytes takes another."""
+    return cgroups.Limits(spec.cpus + 1, (spec.memory_mb << 20) + OVERHEAD_BYTES, spec.cpus + 50)
+
+
+class _Starting:
+    """A machine on its way: what there is to keep, or to undo."""
+
+    def __init__(self, spec: MachineSpec, tools: Tools) -> None:
+        if (os.geteuid() == 0) != (spec.uid is not None):
+            raise ValueError("a VMM of root's has a uid of its own, and only one of root's")
+        self._spec, self._tools = spec, tools
+        self._step = ""
+        self._held = ExitStack()
+        self._child: Child | None = None
+        self._log: int | None = None
+        self._pidfds: list[int] = []
+        self._group = _group(tools, spec.id)
+        self._root = _root(spec.directory, spec.id, tools)
+
+    async def run(self, calls: Sequence[Request]) -> FirecrackerMachine:
+        spec = self._spec
+        if (found := processes.read_record(spec.directory)) is not None and not all(
+            map(processes.has_ended, found.processes)
+        ):
+            raise BootFailed("making the machine's jail: a machine runs in it", None, b"")
+        try:
+            return await self._run(calls)
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                failed = await self._undo(error)
+            if failed is None:
+                raise
+            raise failed from error
+
+    async def _run(self, calls: Sequence[Request]) -> FirecrackerMachine:
+        spec = self._spec
+        await anyio.to_thread.run_sync(_clean, spec.directory)
+        with ExitStack() as brief:
+            files = self._files(brief)
+            self._step = "making the machine's jail"
+            if self._group is not None:
+                await anyio.to_thread.run_sync(self._group.make, limits(spec))
+                self._fill(files)
+                self._step = "starting the jailer"
+                self._child = self._jailed([fd for fd, _, read_only in files if not read_only])
+            else:
+                self._root.mkdir(mode=0o700)
+                self._pipes()
+                self._step = f"starting {VMM}"
+                self._child = child.spawn(VMM, self._prison(), _arguments(spec), ())
+        with anyio.fail_after(START_S):
+            process = await self._hold(self._child)
+            record = Record(spec.id, jail.marker(self._tools.instance, spec.id), (process,))
+            processes.write_record(spec.directory, record)
+            client = Client(self._directory_fd(self._root))
+            self._step = f"waiting for {VMM}'s API"
+            await self._unless_ended(client.listening)
+        for call in calls:
+            self._step = call.step
+            await self._unless_ended(partial(client.send, call))
+        held, self._held = self._held, ExitStack()
+        return FirecrackerMachine(
+            spec.id, spec.directory, process, self._pidfds, self._child, self._group, self._root, held
+        )
+
+    def _files(self, brief: ExitStack) -> list[tuple[int, str, bool]]:
+        """(open file, name in the jail, read-only). The drives stay open, and locked, as long as the machine."""
+        spec = self._spec
+        files = []
+        for what, path, name in (
+            ("the kernel", spec.kernel, Names.KERNEL), ("the initramfs", spec.initramfs, Names.INITRAMFS),
+        ):  # fmt: skip
+            files.append((drives.open_image(brief, what, Drive(path, True)), str(name), True))
+        for index, drive in enumerate(spec.drives):
+            fd = drives.open_image(self._held, f"drive {index}", drive)
+            files.append((fd, firecracker.drive(index), drive.read_only))
+            if not drive.read_only and spec.uid is not None:
+                # Back to root in the end: the uid may be another sandbox's by then.
+                self._held.callback(_take_back, fd)
+        return files
+
+    def _fill(self, files: Sequence[tuple[int, str, bool]]) -> None:
+        spec = self._spec
+        try:
+            jailer.fill(self._cell(0), files)
+        except OSError as fault:
+            raise ChildError(jailer.reason(fault)) from fault
+        self._pipes()
+        if spec.leave_tap is not None:
+            assert spec.uid is not None
+            spec.leave_tap(spec.uid)
+
+    def _pipes(self) -> None:
+        """For what it logs and counts; read by nobody unless it fails, and full pipes drop what comes."""
+        root = self._directory_fd(self._root)
+        for name in (Names.LOG, Names.METRICS):
+            os.mkfifo(name, 0o600, dir_fd=root)
+            if self._spec.uid is not None:
+                os.chown(name, self._spec.uid, self._spec.uid, dir_fd=root, follow_symlinks=False)
+            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
+            self._held.callback(os.close, fd)
+            if name is Names.LOG:
+                self._log = fd
+
+    def _jailed(self, writable: Sequence[int]) -> Child:
+        assert self._group is not None
+        cell = self._cell(max((os.fstat(fd).st_size for fd in writable), default=0))
+        entering = self._group.entering()
+
+        def command(info_fd: int, seccomp_fd: int) -> list[str]:
+            return jailer.argv(cell, entering, info_fd, seccomp_fd, _arguments(self._spec))
+
+        return child.launch(VMM, command, (), seccomp.jailing_program())
+
+    def _cell(self, largest_drive_bytes: int) -> jailer.Cell:
+        spec = self._spec
+        assert spec.uid is not None
+        own = _limits(spec, self._tools, largest_drive_bytes)
+        return jailer.Cell(self._tools.jailer, spec.id, spec.uid, spec.directory / jailer.DIRECTORY, own, spec.netns)
+
+    def _prison(self) -> Jail:
+        spec, tools = self._spec, self._tools
+        largest = max((drive.path.stat().st_size for drive in spec.drives if not drive.read_only), default=0)
+        named = [(drive, f"{HOME}/{firecracker.drive(index)}") for index, drive in enumerate(spec.drives)]
+        return Jail(
+            tools=tools.jailer.jail,
+            program=tools.program,
+            marker=jail.marker(tools.instance, spec.id),
+            uid=None,
+            limits=_limits(spec, tools, largest),
+            files=(
+                (spec.kernel, f"{HOME}/{Names.KERNEL}"),
+                (spec.initramfs, f"{HOME}/{Names.INITRAMFS}"),
+                *((drive.path, inside) for drive, inside in named if drive.read_only),
+            ),
+            devices=((KVM, str(KVM)),) if KVM.exists() else (),
+            writable=tuple((drive.path, inside) for drive, inside in named if not drive.read_only),
+            home=(self._root, HOME),
+        )
+
+    async def _hold(self, started: Child) -> Process:
+        """The VMM by a pidfd from here on: the only one in its group, or the child of its jail's outer process."""
+        pid = await started.program_pid()
+        if self._group is None:
+            pidfd, outer = processes.hold_child(pid, started.pid), processes.hold_child(started.pid, os.getpid())
+            if pidfd is not None and outer is not None:
+                self._pidfds += [pidfd, outer]
+                return Process(VMM, pid, processes.start_ticks(pid))
+            self._pidfds += [fd for fd in (pidfd, outer) if fd is not None]
+            raise ChildError("the process ended")
+        # The jailer, which ends once the VMM is on its way.
+        await _ended(started.pid)
+        if started.exit_code() != 0:
+            raise ChildError("the jailer failed")
+        self._step = f"starting {VMM}"
+        found = self._group.pids()
+        if len(found) != 1:
+            raise ChildError("the process ended" if not found else "there is more than one process")
+        (pid,) = found
+        with suppress(OSError):
+            pidfd = os.pidfd_open(pid)
+            self._pidfds.append(pidfd)
+            if self._group.holds(pid):
+                return Process(VMM, pid, processes.start_ticks(pid))
+        raise ChildError("the process ended")
+
+    async def _unless_ended(self, act: Callable[[], Awaitable[object]]) -> None:
+        """Does something with the VMM. Raises ChildError where that fails, or the VMM ends meanwhile."""
+        faults: list[str] = [f"{VMM} ended"]
+
+        async def attempt() -> None:
+            try:
+                await act()
+                faults.clear()
+            except CallFailed as fault:
+                faults.append(fault.why)
+
+        with ExitStack() as stack:
+            await watch.first(attempt, *watch.ends(stack, self._pidfds))
+        if faults:
+            ended = any(processes.wait_ended([fd], 0) for fd in self._pidfds)
+            raise ChildError(faults[0] if ended else faults[-1])
+
+    def _directory_fd(self, path: Path) -> int:
+        fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._held.callback(os.close, fd)
+        return fd
+
+    async def _undo(self, error: BaseException) -> BootFailed | None:
+        """Leaves nothing. Returns what to raise instead of `error`; None where that is no failure to boot."""
+        spec = self._spec
+        code = None if self._child is None else self._child.exit_code()
+        console = b"" if self._child is None else self._child.errors()
+        logged = b"" if self._log is None else _drain(self._log)
+        await anyio.to_thread.run_sync(_end, self._pidfds, self._group)
+        if self._group is None:
+            own = {os.getuid()}
+            await anyio.to_thread.run_sync(processes.end_marked, self._tools.instance, lambda id: id == spec.id, own)
+        if self._child is not None:
+            self._child.close()
+        self._held.close()
+        await anyio.to_thread.run_sync(_clean, spec.directory)
+        processes.remove_record(spec.directory)
+        match error:
+            case ChildError() | TimeoutError() | OSError():
+                why = "it took too long" if isinstance(error, TimeoutError) else str(error)
+                said = child.last_line(logged) or child.last_line(console)
+                return BootFailed(": ".join(part for part in (self._step, why, said) if part), code or None, console)
+        return None
+
+
+def _arguments(spec: MachineSpec) -> list[str]:
+    id = ["--id", jailer.jailed_id(spec.id)] if spec.uid is None else []  # the jailer gives it itself
+    return [*id, "--api-sock", Names.API_SOCKET]
+
+
+def _limits(spec: MachineSpec, tools: Tools, largest_drive_bytes: int) -> Limits:
+    memory = spec.memory_mb << 20
+    return Limits(
+        address_space_bytes=memory + (1 << 30),
+        # A snapshot's memory is a file of the guest's size.
+        file_size_bytes=max(memory, largest_drive_bytes),
+        open_files=min(FILES, tools.open_files),
+        processes=None if spec.uid is None else spec.cpus + 50,
+    )
+
+
+def _group(tools: Tools, id: str) -> Group | None:
+    """Only root's machines have one."""
+    return None if tools.groups is None else tools.groups.group(tools.instance, id)
+
+
+def _root(directory: Path, id: str, tools: Tools) -> Path:
+    """What is / for a jailed VMM, and an ordinary user's working directory."""
+    if tools.groups is None:
+        return directory / jailer.DIRECTORY
+    return directory / jailer.DIRECTORY / tools.jailer.firecracker.name / jailer.jailed_id(id) / "root"
+
+
+def _is_its(process: Process, record: Record, group: Group | None, tools: Tools) -> bool:
+    if group is not None:
+        return group.holds(process.pid)
+    return processes.marked_id(processes.command_line(process.pid), tools.instance) == record.id
+
+
+def _end(pidfds: Sequence[int], group: Group | None) -> bool:
+    gone = processes.end(pidfds)
+    return (group is None or group.remove()) and gone
+
+
+def _clean(directory: Path) -> None:
+    """Removes the jail, following nothing in it. The drives have other names elsewhere."""
+    trees.remove(directory / jailer.DIRECTORY)
+
+
+def _take_back(fd: int) -> None:
+    os.fchown(fd, 0, 0)
+    os.fchmod(fd, stat.S_IRUSR | stat.S_IWUSR)
+
+
+def _drain(fd: int) -> bytes:
+    with suppress(OSError):
+        return os.read(fd, 65536)
+    return b""
+
+
+async def _ended(pid: int) -> None:
+    pidfd = os.pidfd_open(pid)
+    try:
+        await anyio.wait_readable(pidfd)
+    finally:
+        os.close(pidfd)
