@@ -487,6 +487,7 @@ def test_a_file_asked_for_must_be_there(place: Place) -> None:
     asked = str(place.home / "x.yaml")
     assert place.refused(file=asked) == f"--config {asked}: no such file; there is {place.home}/x.yml"
     assert place.refused(file="/nowhere.yaml") == "--config /nowhere.yaml: no such file"
+    assert place.refused(file="") == "--config: its value is empty; name a file, or leave the flag out"
 
 
 def test_a_file_of_nearly_the_right_name_is_pointed_at(place: Place) -> None:
