@@ -34,10 +34,10 @@ CFLAGS_HARD := -std=c11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -D
 LDFLAGS_HARD := -Wl,-z,relro,-z,now
 PROGRAMS := $(BUILD)/sandbox-vsock $(BUILD)/guest-init $(BUILD)/guest-exec
 
-.PHONY: help demo install test standins agents agents-test lint conformance bench bench-check soak units fuzz clean setup apt apt-test apt-test-install apt-bench apt-bench-install assets programs sanitizers
+.PHONY: help demo install test standins agents agents-test lint conformance conformance-firecracker bench bench-check soak units fuzz clean setup apt apt-test apt-test-install apt-bench apt-bench-install assets programs sanitizers
 
 help:
-	@sed -n 's/^\(demo\|install\|test\|agents-test\|lint\|conformance\|bench\|bench-check\|soak\|units\|fuzz\|clean\|assets\):.*## /  make \1 - /p' Makefile
+	@sed -n 's/^\(demo\|install\|test\|agents-test\|lint\|conformance\|conformance-firecracker\|bench\|bench-check\|soak\|units\|fuzz\|clean\|assets\):.*## /  make \1 - /p' Makefile
 
 demo: setup assets ## set everything up, then run a small agent on a small repository in a VM
 	@mkdir -p $(BUILD)/demo
@@ -81,6 +81,9 @@ lint: $(VENV)/ready ## ruff and mypy (strict)
 
 conformance: setup apt-test assets ## start a daemon with real VMs and hold it against the API's specification
 	@$(PY) -m tests.conformance.live $(if $(ROW),--row $(ROW))
+
+conformance-firecracker: setup apt-test standins assets ## the same through the Firecracker backend, with stand-ins for it
+	@$(PY) -m tests.conformance.live --firecracker $(if $(ROW),--row $(ROW))
 
 bench: setup apt-bench assets ## all benchmarks, or a part with ONLY=name; figures in bench/out/latest.json
 	$(PY) bench/run.py $(if $(ONLY),--only $(ONLY)) $(if $(SHORT),--short)

@@ -31,7 +31,13 @@ Options:
                        others: ~/.local/share/sandboxd]
   --assets-dir DIR     kernel and images; several daemons may share it [assets
                        in the state directory]
-  --backend NAME       auto or qemu [default: auto]
+  --backend NAME       auto, qemu or firecracker [default: auto]: auto takes
+                       Firecracker where it is installed and KVM works
+  --firecracker PATH   that program [firecracker in /usr/local/bin or /usr/bin]
+  --jailer PATH        as root: the jailer of the same version [jailer beside it]
+  --allow-firecracker VERSION
+                       take this version though it is known to have faults;
+                       it is recorded in the audit log
   --end-sandboxes      end all sandboxes when the daemon stops
   --uid-base N         as root: the first of 4096 uids for virtual machines,
                        and two behind them [900000]
@@ -165,6 +171,9 @@ async def _serve(
         audit = parts.enter_context(closing(assembly.audit(settings)))
         living = {record.id for record in store.sandboxes()[0] if record.state is not State.TERMINATED}
         await anyio.to_thread.run_sync(audit.recall, living)
+        if chosen.allowed:
+            log.warning("%s", clean(chosen.allowed))
+            audit.record("backend.allowed", "", reason=chosen.allowed)
         adopted, unreadable = await adopt(places, store, chosen.backend, audit)
         egress = await assembly.egress(settings, chosen, events, parts)
         networks = Networks(egress, policy, events)

@@ -20,11 +20,13 @@ import anyio.to_thread
 
 from egress import network
 from egress.control import Event
-from sandboxd import bind, envnames, policy_file, registries
+from native import KvmAnswer, kvm_probe
+from sandboxd import backends, bind, envnames, policy_file, registries
 from sandboxd import policy as rules
 from sandboxd.assets import apt, confined, oci, prepare
 from sandboxd.assets.prepare import Assets, Report
 from sandboxd.audit import Audit
+from sandboxd.backends import Asked
 from sandboxd.errors import ApiError, SetupError
 from sandboxd.events import EventFile
 from sandboxd.images import Images
@@ -37,9 +39,9 @@ from sandboxd.registries import Registries
 from sandboxd.settings import Settings
 from sandboxd.termsafe import clean
 from sandboxd.uids import COUNT, image_uids, network_uids
-from sandboxd.vm import kvm, qemu, recovery, virtiofs
-from sandboxd.vm.commands import Accelerator, Tools, find_tools
-from sandboxd.vm.machine import Backend, Machine, MachineSpec
+from sandboxd.vm import kvm
+from sandboxd.vm.commands import Accelerator, find_tools
+from sandboxd.vm.machine import Backend
 
 log = logging.getLogger("sandboxd")
 
@@ -48,7 +50,8 @@ log = logging.getLogger("sandboxd")
 class Parts:
     """What the daemon is put together from: a backend, what it settles once the images are there (and says in one
     line), where images come from; what gives sandboxes a network, why none is given, and the host's registries; what
-    clients may take of it; why no directory of this host can be shared, empty where one can."""
+    clients may take of it; why no directory of this host can be shared, empty where one can; what is known against the
+    VMM's version, where the operator allowed it."""
 
     backend: Backend
     settle: Callable[[Assets, int | None], Awaitable[str]]
@@ -58,24 +61,30 @@ class Parts:
     registries: Callable[[], Registries]
     limits: Limits = field(default_factory=Limits)
     no_bind: Callable[[], str] = lambda: ""
+    allowed: str = ""
 
 
-def parts(settings: Settings) -> Parts:
+def parts(
+    settings: Settings, probe: Callable[[], KvmAnswer] = kvm_probe, trial_s: float = kvm.TRIAL_S
+) -> Parts:  # fmt: skip
+    """`probe` asks whether KVM runs code, and `trial_s` is how long our kernel may take under it."""
     own = instance(settings.state_dir)
-    tools = find_tools(settings.build_dir / "sandbox-vsock", own, Accelerator.TCG)
     uids = range(settings.uid_base, settings.uid_base + COUNT) if os.geteuid() == 0 else range(0)
-    backend = Qemu(tools, uids, settings.state_dir)
+    asked = Asked(
+        settings.backend, settings.firecracker, settings.jailer, settings.allow_firecracker, settings.state_dir,
+        settings.assets_dir, own,
+    )  # fmt: skip
+    vsock = settings.build_dir / "sandbox-vsock"
+    backend = backends.choose(asked, lambda: find_tools(vsock, own, Accelerator.TCG), uids, probe, trial_s)
 
     def start_egress(on_event: Callable[[Event], None]) -> network.Egress:
         proxy_uids = network_uids(settings.uid_base)
         return network.Egress(settings.state_dir, own, proxy_uids, on_event, lambda line: log.info("%s", clean(line)))
 
-    def no_bind() -> str:
-        return virtiofs.why_not(tools.jail, own, tools.open_files)
-
     return Parts(
-        backend, backend.settle, prepare.prepare, start_egress, _no_network(settings), _registries, no_bind=no_bind
-    )
+        backend, backend.settle, prepare.prepare, start_egress, _no_network(settings), _registries,
+        no_bind=backend.why_not_shared, allowed=backend.allowed,
+    )  # fmt: skip
 
 
 def _no_network(settings: Settings) -> str:
@@ -106,36 +115,6 @@ def kept(settings: Settings) -> bind.Kept:
 def instance(state_dir: Path) -> str:
     """What marks this daemon's machines among those of others on the host."""
     return hashlib.sha256(os.fsencode(os.path.realpath(state_dir))).hexdigest()[:12]
-
-
-class Qemu:
-    """`vm.qemu` as the service's backend. Starts machines under TCG until `settle` has found a KVM that works."""
-
-    name = "qemu"
-    silent = False
-
-    def __init__(self, tools: Tools, uids: range, state_dir: Path) -> None:
-        self.tools, self.uids, self._state_dir = tools, uids, state_dir
-        self._e2fsck = recovery.find_e2fsck()
-
-    async def settle(self, assets: Assets, uid: int | None) -> str:
-        """Tries KVM with our kernel; `uid` is the trial's. Returns which accelerator it is to be, and why."""
-        choice = await kvm.choose(self.tools, assets.kernel, assets.initramfs, self._state_dir, uid)
-        self.tools = replace(self.tools, accelerator=choice.accelerator)
-        return f"qemu with {choice.accelerator.value} ({choice.reason})"
-
-    async def start(self, spec: MachineSpec) -> Machine:
-        return await qemu.start(spec, self.tools)
-
-    async def adopt(self, directory: Path, sandbox_id: str) -> Machine | None:
-        return await qemu.adopt(directory, sandbox_id, self.tools)
-
-    def sweep(self, sandboxes: Path, known: frozenset[str]) -> None:
-        for ended in qemu.sweep(sandboxes, known, self.tools, self.uids):
-            log.info("%s: its machine had no record: it was ended", ended)
-
-    async def recover(self, volume: Path, sandbox_id: str, uid: int | None) -> bool:
-        return await recovery.recover(volume, sandbox_id, uid, self._e2fsck, self.tools.instance, self.tools.jail)
 
 
 async def permitted(settings: Settings, chosen: Parts) -> tuple[Policy, Registries, str]:

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import anyio
 import anyio.to_thread
@@ -89,28 +90,48 @@ class Boot:
         volumes = await self._volumes.ready(record.volumes, record.id, uid)
         link = await self._networks.open(record, self._places.names(record.id))
         undo.push_async_callback(_shielded, self._networks.close, record.id)
-        try:
-            machine = await self._backend.start(
-                MachineSpec(
-                    id=record.id, cpus=math.ceil(record.cpus), memory_mb=record.memory_mb,
-                    kernel=assets.kernel, initramfs=assets.initramfs,
-                    drives=(
-                        Drive(assets.runtime, True), Drive(image, True), Drive(scratch, False),
-                        *(Drive(path, one.read_only) for path, one in zip(volumes, record.volumes, strict=True)),
-                    ),
-                    directory=directory, uid=uid,
-                    tap_fd=None if link is None else link.tap_fd, mac="" if link is None else link.guest.mac,
-                    share=share,
-                )
+        spec = MachineSpec(
+            id=record.id, cpus=math.ceil(record.cpus), memory_mb=record.memory_mb,
+            kernel=assets.kernel, initramfs=assets.initramfs,
+            drives=(
+                Drive(assets.runtime, True), Drive(image, True), Drive(scratch, False),
+                *(Drive(path, one.read_only) for path, one in zip(volumes, record.volumes, strict=True)),
+            ),
+            directory=directory, uid=uid, share=share,
+        )  # fmt: skip
+        if link is not None:
+            spec = replace(
+                spec, tap_fd=link.tap_fd, mac=link.guest.mac, tap_name=link.name, netns=link.namespace,
+                leave_tap=link.leave_tap,
             )  # fmt: skip
+        try:
+            machine = await self._answering(spec)
         finally:
             # The machine has its own.
             if link is not None:
                 link.close_tap()
         undo.push_async_callback(_shielded, machine.terminate)
-        guest = Guest(machine.vsock_path, protocol.VERSION)
-        await _before_exit(machine, "waiting for the guest agent", lambda: guest.wait_booted(BOOT_S))
         return Booted(machine, claim, None if link is None else interface(link))
+
+    async def _answering(self, spec: MachineSpec) -> Machine:
+        """A machine whose guest answers. Where nothing is known of why one did not, a second try keeps its console."""
+        try:
+            return await self._try(spec)
+        except BootFailed as fault:
+            if not self._backend.silent or fault.console_tail:
+                raise
+            log.warning("%s: %s; it is tried again with its console kept", spec.id, clean(str(fault)))
+            return await self._try(replace(spec, console=True))
+
+    async def _try(self, spec: MachineSpec) -> Machine:
+        machine = await self._backend.start(spec)
+        try:
+            guest = Guest(machine.vsock_path, protocol.VERSION)
+            await _before_exit(machine, "waiting for the guest agent", lambda: guest.wait_booted(BOOT_S))
+        except BaseException:
+            await _shielded(machine.terminate)
+            raise
+        return machine
 
     async def configure(self, booted: Booted, record: SandboxRecord, env: dict[str, str]) -> None:
         """Tells a booted machine whose it is. `env` holds values and is not kept."""

@@ -70,7 +70,7 @@ class Service:
     ) -> None:  # fmt: skip
         """`guest_files` are written in sandboxes that have a network; what is `kept` is shared with none."""
         self.policy, self.node, self.audit = policy, node, audit
-        self.backend_name = backend.name
+        self._backend = backend
         self._places, self._store, self._assets = places, store, assets
         self._networks, self._images, self._kept = networks, images, kept
         self._volumes = Volumes(store, places.volumes, backend.recover)
@@ -82,6 +82,11 @@ class Service:
         ending = Ending(places, store, audit, networks, self._sandboxes)
         self._supervision = Supervision(store, audit, networks, self._sandboxes, ending, self._tasks)
         self._restart = Restart(places, store, audit, uids, networks, self._sandboxes, self._supervision)
+
+    @property
+    def backend_name(self) -> str:
+        """Of the one that starts new machines."""
+        return self._backend.name
 
     async def __aenter__(self) -> Service:
         await self._tasks.__aenter__()

@@ -20,7 +20,7 @@ from sandboxd.errors import InvalidRequest, SetupError
 from sandboxd.transport import Transport
 
 UID_BASE = 900_000
-BACKENDS = ("auto", "qemu")
+BACKENDS = ("auto", "qemu", "firecracker")
 NODE_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,30}\Z")
 
 
@@ -57,6 +57,9 @@ class Settings:
     metrics: TcpAddress | None
     node: NodeSettings
     allow_bind: bool = False
+    firecracker: str = ""
+    jailer: str = ""
+    allow_firecracker: str = ""
 
 
 def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> Settings:
@@ -66,10 +69,8 @@ def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> 
     if not build_dir.is_dir():
         build_dir = Path(sys.prefix) / "libexec"
     backend = flags["--backend"]
-    if backend == "firecracker":
-        raise SetupError("--backend firecracker is not built yet; qemu runs here, with KVM or without")
     if backend not in BACKENDS:
-        raise SetupError(f"--backend must be {' or '.join(BACKENDS)}")
+        raise SetupError(f"--backend must be {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
     base = flags["--uid-base"] or str(UID_BASE)
     if not base.isascii() or not base.isdigit():
         raise SetupError("--uid-base must be a number")
@@ -95,6 +96,9 @@ def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> 
         metrics=_metrics(flags["--metrics-listen"]) if flags["--metrics-listen"] else None,
         node=_node(flags),
         allow_bind=bool(flags["--allow-bind"]),
+        firecracker=flags["--firecracker"] or "",
+        jailer=flags["--jailer"] or "",
+        allow_firecracker=flags["--allow-firecracker"] or "",
     )
 
 

@@ -34,13 +34,13 @@ class Daemon:
 
     def __init__(
         self, directory: Path, *, prefix: tuple[str, ...] = (), flags: tuple[str, ...] = (),
-        assets: Path | None = None,
+        assets: Path | None = None, command: tuple[str, ...] = (str(BIN / "sandboxd"),),
     ) -> None:  # fmt: skip
         self.directory = directory
         self.state = directory / "state"
         self.socket = directory / "run" / "sandboxd.sock"
         self.log = directory / "sandboxd.log"
-        self._prefix, self._flags = prefix, flags
+        self._prefix, self._flags, self._command = prefix, flags, command
         self._assets = assets or assets_dir()
         self.process: subprocess.Popen[bytes] | None = None
         self._said = 0
@@ -54,7 +54,7 @@ class Daemon:
 
     def start(self, timeout_s: float = 60) -> None:
         command = [
-            *self._prefix, str(BIN / "sandboxd"), "--listen", f"unix://{self.socket}",
+            *self._prefix, *self._command, "--listen", f"unix://{self.socket}",
             "--state-dir", str(self.state), "--assets-dir", str(self._assets), *self._flags,
         ]  # fmt: skip
         self.directory.mkdir(exist_ok=True)

@@ -223,7 +223,11 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("sandboxd.vm.firecracker_calls", (), ()),
     ("sandboxd.vm.firecracker_versions", (), ()),
     ("sandboxd.vm.firecracker_client", ("sandboxd.vm.*", "sandboxd.termsafe", "sandboxd.unixpath"), ("anyio", "h11")),
-    ("sandboxd.vm.*", ("sandboxd.vm.*", "sandboxd.errors", "sandboxd.trees", "sandboxd.unixpath", "native"), ("anyio",)),
+    (
+        "sandboxd.vm.*",
+        ("sandboxd.vm.*", "sandboxd.errors", "sandboxd.trees", "sandboxd.unixpath", "native"),
+        ("anyio",),
+    ),
     ("sandboxd.socketstream", ("sandboxd.unixpath",), ("anyio",)),
     ("sandboxd.tlsstream", ("sandboxd.socketstream",), ("anyio",)),
     (
@@ -363,8 +367,13 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ),
     # The two places where the parts are made and joined.
     (
+        "sandboxd.backends",
+        ("sandboxd.vm.*", "sandboxd.errors", "sandboxd.assets.prepare", "native"),
+        (),
+    ),
+    (
         "sandboxd.assembly",
-        ("sandboxd.*", "sandboxd.vm.*", "sandboxd.assets.*", "egress.network", "egress.control"),
+        ("sandboxd.*", "sandboxd.vm.*", "sandboxd.assets.*", "egress.network", "egress.control", "native"),
         ("anyio",),
     ),
     ("sandboxd.__main__", ("sandboxd.*", "sandboxd.assets.prepare"), ("anyio", "docopt")),

@@ -108,6 +108,8 @@ class FirecrackerMachine:
 async def start(spec: MachineSpec, tools: Tools) -> FirecrackerMachine:
     """Returns once the guest runs. Whether it comes up its answers show. Raises BootFailed with nothing left behind. A
     directory that holds a live machine is refused, and that machine left alone."""
+    if (why := firecracker.unsupported(spec)) is not None:
+        raise BootFailed(why, None, b"")
     calls = firecracker.requests(spec, tools.version, tools.arch, spec.tap_name or None, spec.console)
     return await _Starting(spec, tools).run(calls)
 

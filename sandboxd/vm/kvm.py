@@ -1,10 +1,10 @@
 """Whether guests run under KVM here, found out by trying, and why not.
 
-In: the tools, our kernel and initramfs, a directory for the answer. Out: a `Choice`. A device that opens,
+In: a VMM, our kernel and initramfs, a directory for the answer. Out: a `Choice`. A device that opens,
 makes a VM and even runs a small loop proves nothing: on nested or emulated hosts an ordinary kernel then
-hangs, or QEMU aborts. So after the quick probe of `native` the deciding step is a machine like any other, in
+hangs, or the VMM aborts. So after the quick probe of `native` the deciding step is a machine like any other, in
 the same jail, under KVM, up to guest-init's first line. The answer is kept for this boot of the host, this
-kernel and this QEMU.
+kernel and this VMM.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -23,9 +23,8 @@ import anyio.to_thread
 
 from native import KvmAnswer, KvmState, kvm_probe
 from sandboxd.errors import BootFailed
-from sandboxd.vm import processes, qemu
-from sandboxd.vm.commands import Accelerator, Tools
-from sandboxd.vm.machine import MachineSpec
+from sandboxd.vm import processes
+from sandboxd.vm.machine import Machine, MachineSpec
 
 TRIAL_S = 10.0
 TRIAL_ID = "kvm-trial"
@@ -38,12 +37,22 @@ ANSWER = "kvm.json"
 class Choice:
     """`reason` is one line for a person, whichever way it went."""
 
-    accelerator: Accelerator
+    works: bool
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How a machine under KVM is started here: `program` is the VMM, whose version is part of what is remembered."""
+
+    program: Path
+    instance: str
+    start: Callable[[MachineSpec], Awaitable[Machine]]
+    timeout_s: float = TRIAL_S
+
+
 async def choose(
-    tools: Tools,
+    trial: Trial,
     kernel: Path,
     initramfs: Path,
     state_dir: Path,
@@ -53,40 +62,41 @@ async def choose(
     """`uid` is for the trial's VMM, as in a MachineSpec. Takes 1 s where KVM is no use, 10 s at most."""
     answer = await anyio.to_thread.run_sync(probe)
     if answer.state is not KvmState.OK:
-        return Choice(Accelerator.TCG, f"software emulation: KVM is {answer.state.value}: {answer.reason}")
-    key = await anyio.to_thread.run_sync(_key, tools, kernel, initramfs)
+        return Choice(False, unusable(answer))
+    key = await anyio.to_thread.run_sync(_key, trial.program, kernel, initramfs)
     fault = _remembered(state_dir, key)
     if fault is None:
-        fault = await trial(tools, kernel, initramfs, state_dir, uid)
+        fault = await attempt(trial, kernel, initramfs, state_dir, uid)
         _remember(state_dir, key, fault)
     if fault:
-        why = f"{KvmState.PRESENT_BUT_UNUSABLE.value}: {fault}"
-        return Choice(Accelerator.TCG, f"software emulation: KVM is {why}")
-    return Choice(Accelerator.KVM, f"KVM: {answer.reason}, and our kernel booted")
+        return Choice(False, f"KVM is {KvmState.PRESENT_BUT_UNUSABLE.value}: {fault}")
+    return Choice(True, f"KVM: {answer.reason}, and our kernel booted")
 
 
-async def trial(
-    tools: Tools, kernel: Path, initramfs: Path, state_dir: Path, uid: int | None, timeout_s: float = TRIAL_S
-) -> str:
+def unusable(answer: KvmAnswer) -> str:
+    return f"KVM is {answer.state.value}: {answer.reason}"
+
+
+async def attempt(trial: Trial, kernel: Path, initramfs: Path, state_dir: Path, uid: int | None) -> str:
     """Boots under KVM; returns "" when guest-init spoke in time, else what went wrong, in one line."""
     directory = state_dir / TRIAL_ID
     directory.mkdir(mode=0o700, exist_ok=True)
     uids = {os.getuid()} if uid is None else {os.getuid(), uid}
     processes.end_recorded(directory)
-    processes.end_marked(tools.instance, lambda id: id == TRIAL_ID, uids)
-    spec = MachineSpec(TRIAL_ID, 1, TRIAL_MEMORY_MB, kernel, initramfs, (), directory, uid)
+    processes.end_marked(trial.instance, lambda id: id == TRIAL_ID, uids)
+    spec = MachineSpec(TRIAL_ID, 1, TRIAL_MEMORY_MB, kernel, initramfs, (), directory, uid, console=True)
     try:
-        with anyio.move_on_after(timeout_s):
-            return await _boot(spec, replace(tools, accelerator=Accelerator.KVM))
-        return f"our kernel said nothing in {timeout_s:.0f} s"
+        with anyio.move_on_after(trial.timeout_s):
+            return await _boot(spec, trial)
+        return f"our kernel said nothing in {trial.timeout_s:.0f} s"
     finally:
         with suppress(OSError):
             directory.rmdir()
 
 
-async def _boot(spec: MachineSpec, tools: Tools) -> str:
+async def _boot(spec: MachineSpec, trial: Trial) -> str:
     try:
-        machine = await qemu.start(spec, tools)
+        machine = await trial.start(spec)
     except BootFailed as error:
         return str(error)
     try:
@@ -100,9 +110,9 @@ async def _boot(spec: MachineSpec, tools: Tools) -> str:
         await machine.terminate()
 
 
-def _key(tools: Tools, kernel: Path, initramfs: Path) -> list[str]:
+def _key(program: Path, kernel: Path, initramfs: Path) -> list[str]:
     version = subprocess.run(
-        [str(tools.qemu.path), "--version"],
+        [str(program), "--version"],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False, env={},
     )  # fmt: skip
     digests = []

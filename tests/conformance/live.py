@@ -1,14 +1,16 @@
 """The conformance suite against a `sandboxd` with real machines that is there for it alone.
 
-    python -m tests.conformance.live [ARGUMENT OF PYTEST...]
+    python -m tests.conformance.live [--firecracker] [ARGUMENT OF PYTEST...]
 
 As root the daemon and the suite live in a host of the tests' own world, where `allowed.test` is a server and nothing
 leads outside; as an ordinary user the daemon gives no sandbox a network. The policy is such that every row has
-something to hold on to: a limit on lifetimes, short snapshot intervals, a list of names that may be allowed.
+something to hold on to: a limit on lifetimes, short snapshot intervals, a list of names that may be allowed. With
+`--firecracker` the machines run through that backend and the stand-ins for it.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.daemon import ROOT, Daemon
+from tests.daemon import ROOT, Daemon, assets_dir
+from tests.firecracker_standin.standin import Standin
 from tests.world.world import missing, open_world
 
 SUITE = ROOT / "conformance"
@@ -31,8 +34,11 @@ limits:
 """
 
 
+FIRECRACKER = (sys.executable, "-m", "tests.firecracker_standin.daemon", "--backend", "firecracker")
+
+
 @contextmanager
-def daemon(directory: Path) -> Iterator[tuple[Daemon, tuple[str, ...]]]:
+def daemon(directory: Path, *, firecracker: bool = False) -> Iterator[tuple[Daemon, tuple[str, ...]]]:
     """A daemon, and what a command line that is to be in its network begins with."""
     directory.mkdir(exist_ok=True)
     policy = directory / "policy.yaml"
@@ -41,7 +47,13 @@ def daemon(directory: Path) -> Iterator[tuple[Daemon, tuple[str, ...]]]:
         prefix: tuple[str, ...] = ()
         if not missing():
             prefix = tuple(opened.enter_context(open_world()).host.prefix)
-        yield opened.enter_context(Daemon(directory, prefix=prefix, flags=("--policy", str(policy)))), prefix
+        flags: tuple[str, ...] = ("--policy", str(policy))
+        if not firecracker:
+            yield opened.enter_context(Daemon(directory, prefix=prefix, flags=flags)), prefix
+            return
+        standin = opened.enter_context(Standin(directory / "fc"))
+        flags += ("--firecracker", str(standin.firecracker), "--jailer", str(standin.jailer))
+        yield opened.enter_context(Daemon(directory, prefix=prefix, flags=flags, command=FIRECRACKER)), prefix
 
 
 def suite(endpoint: str, *arguments: str) -> list[str]:
@@ -50,7 +62,14 @@ def suite(endpoint: str, *arguments: str) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    with tempfile.TemporaryDirectory(prefix="sbx-") as directory, daemon(Path(directory) / "d") as (running, prefix):
+    firecracker = "--firecracker" in arguments
+    arguments = [argument for argument in arguments if argument != "--firecracker"]
+    # On the images' file system: Firecracker's jails hold further names of them.
+    beside = assets_dir().parent if firecracker and os.access(assets_dir().parent, os.W_OK) else None
+    with (
+        tempfile.TemporaryDirectory(prefix="sbx-", dir=beside) as directory,
+        daemon(Path(directory) / "d", firecracker=firecracker) as (running, prefix),
+    ):
         command = [*prefix, *suite(f"unix://{running.socket}", *arguments)]
         return subprocess.run(command, check=False).returncode
 

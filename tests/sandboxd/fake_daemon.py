@@ -236,7 +236,8 @@ class FakeEgress:
         os.close(os.open(names, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
         self._file(sandbox_id).write_text(json.dumps(policy.as_json()))
         tap = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        return Link(tap, GuestNetwork("172.16.0.2/30", "172.16.0.1", "172.16.0.1", "06:00:ac:10:00:02", 1500))
+        guest = GuestNetwork("172.16.0.2/30", "172.16.0.1", "172.16.0.1", "06:00:ac:10:00:02", 1500)
+        return Link(tap, guest, "tap0", Path("/run/netns/none"))
 
     async def adopt(self, sandbox_id: str, policy: Policy, names: Path) -> bool:
         self._called("adopt", sandbox_id, policy)

@@ -40,7 +40,7 @@ def flags(*arguments: str) -> dict[str, object]:
         (["--listen", "[127.0.0.1]:80"], "brackets"), (["--listen", "127.1:80"], "an IP address or localhost"),
         (["--listen", "[::ffff:127.0.0.1]:80"], "write the IPv4 address 127.0.0.1"),
         (["--listen", "unix://relative"], "absolute"), (["--listen", "unix:///" + "x" * 103], "104"),
-        (["--backend", "firecracker"], "not built yet"), (["--backend", "fake"], "auto or qemu"),
+        (["--backend", "fake"], "auto, qemu or firecracker"),
         (["--uid-base", "x"], "--uid-base"),
         (["--metrics-listen", "0.0.0.0:9464"], "--metrics-listen 0.0.0.0:9464: it must be a loopback address"),
         (["--metrics-listen", "192.0.2.1:9464"], "it must be a loopback address"),

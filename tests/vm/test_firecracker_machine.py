@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +13,12 @@ import anyio
 import pytest
 
 from sandboxd.errors import BootFailed
-from sandboxd.vm import cgroups, firecracker, firecracker_machine, jail, jailer, processes
+from sandboxd.vm import cgroups, firecracker, firecracker_machine, jail, jailer
 from sandboxd.vm.firecracker import Arch
-from sandboxd.vm.firecracker_machine import FirecrackerMachine, Tools
+from sandboxd.vm.firecracker_machine import Tools
 from sandboxd.vm.firecracker_versions import parse
 from sandboxd.vm.machine import Drive, MachineSpec
 from tests.firecracker_standin.standin import SHIM, Standin
-from tests.vm.starting import ping
 
 FIRST_UID = 979_300
 INSTANCE = f"f{os.getpid()}"

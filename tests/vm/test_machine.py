@@ -435,39 +435,40 @@ def test_root_never_runs_a_vmm_as_root(directory: Path, tools: Tools) -> None:
         anyio.run(qemu.start, spec(directory, "box", uid=wrong), tools)
 
 
+def by_kvm(tools: Tools) -> kvm.Trial:
+    fast = replace(tools, accelerator=Accelerator.KVM)
+    return kvm.Trial(tools.qemu.path, INSTANCE, lambda described: qemu.start(described, fast))
+
+
 @pytest.mark.parametrize("state", [KvmState.ABSENT, KvmState.NO_ACCESS, KvmState.PRESENT_BUT_UNUSABLE])
 def test_without_a_kvm_that_counts_there_is_no_trial(directory: Path, tools: Tools, state: KvmState) -> None:
     def probe() -> KvmAnswer:
         return KvmAnswer(state, "the reason", 0, 0.0)
 
-    described = spec(directory, "box")
-    choice = anyio.run(kvm.choose, tools, described.kernel, described.initramfs, directory, described.uid, probe)
-    assert choice.accelerator is Accelerator.TCG
-    assert choice.reason == f"software emulation: KVM is {state.value}: the reason"
+    at = spec(directory, "box")
+    choice = anyio.run(kvm.choose, by_kvm(tools), at.kernel, at.initramfs, directory, at.uid, probe)
+    assert choice == kvm.Choice(False, f"KVM is {state.value}: the reason")
     assert not (directory / kvm.ANSWER).exists()
 
 
-def test_kvm_is_what_the_trial_says_and_the_trial_is_remembered(
-    directory: Path, tools: Tools, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kvm_is_what_the_trial_says_and_the_trial_is_remembered(directory: Path, tools: Tools) -> None:
     """Right on every machine: with a working KVM the kernel boots, with a broken or absent one it does not."""
 
     def probe() -> KvmAnswer:
         return KvmAnswer(KvmState.OK, "it counted", 1, 0.1)
 
-    described = spec(directory, "box")
-    arguments = (tools, described.kernel, described.initramfs, directory, described.uid, probe)
-    first = anyio.run(kvm.choose, *arguments)
-    works = first.accelerator is Accelerator.KVM
-    assert ("our kernel booted" in first.reason) is works
-    assert ("present-but-unusable" in first.reason) is not works
+    at = spec(directory, "box")
+    arguments = (at.kernel, at.initramfs, directory, at.uid, probe)
+    first = anyio.run(kvm.choose, by_kvm(tools), *arguments)
+    assert ("our kernel booted" in first.reason) is first.works
+    assert ("present-but-unusable" in first.reason) is not first.works
     assert leftovers() == []
     assert not (directory / kvm.TRIAL_ID).exists()
 
-    async def no_trial(*_: object) -> str:
+    async def no_machine(_: object) -> QemuMachine:
         raise AssertionError("asked again")
 
-    monkeypatch.setattr(kvm, "trial", no_trial)
-    assert anyio.run(kvm.choose, *arguments) == first
+    again = replace(by_kvm(tools), start=no_machine)
+    assert anyio.run(kvm.choose, again, *arguments) == first
     with pytest.raises(AssertionError, match="asked again"):
-        anyio.run(kvm.choose, tools, described.initramfs, *arguments[2:])
+        anyio.run(kvm.choose, again, at.initramfs, *arguments[1:])
