@@ -37,16 +37,6 @@ class Advisory(NamedTuple):
 
 ADVISORIES = (
     Advisory(
-        "firecracker", "CVE-2026-5747", (1, 13, 0), ((1, 14, 4), (1, 15, 1)),
-        "a guest's root may write outside its memory (virtio over PCI)",
-        "https://aws.amazon.com/security/security-bulletins/2026-015-aws",
-    ),
-    Advisory(
-        "firecracker", "CVE-2026-1386", (0, 0), ((1, 13, 2), (1, 14, 1)),
-        "the jailer follows links that others planted, and overwrites files",
-        "https://github.com/firecracker-microvm/firecracker/security/advisories/GHSA-36j2-f825-qvgc",
-    ),
-    Advisory(
         "git", "CVE-2022-41903", (0, 0),
         (
             (2, 30, 7), (2, 31, 6), (2, 32, 5), (2, 33, 6), (2, 34, 6), (2, 35, 6), (2, 36, 4), (2, 37, 5), (2, 38, 3),

@@ -17,6 +17,7 @@ from cli import advisories, githard
 from cli.advisories import Version
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import first_line
+from sandboxd.vm import firecracker_versions
 
 Value = str | list[str] | dict[str, int]
 Fact = tuple[str, Value]
@@ -36,7 +37,7 @@ def host() -> Iterator[Fact]:
     yield "user", "root" if uid == 0 else f"uid {uid}: sandboxes without a network"
     yield from kvm()
     yield from program("qemu", "qemu-system-x86_64")
-    yield from program("firecracker", "firecracker")
+    yield from firecracker()
     yield from program("bubblewrap", "bwrap")
     yield from program("nftables", "nft")
     yield "images", image_programs()
@@ -76,12 +77,28 @@ def program(name: str, command: str) -> Iterator[Fact]:
     """Its version in its own words, and what is known to be bad about it."""
     path = shutil.which(command, path=search(os.environ.get("PATH", "")))
     if path is None:
-        yield name, f"missing: {command} is not installed" if name != "firecracker" else "none: QEMU runs machines"
+        yield name, f"missing: {command} is not installed"
         return
     said = program_version(path)
     yield name, said
     if version := advisories.version_in(said):
         yield from known(name, version, path)
+
+
+def firecracker() -> Iterator[Fact]:
+    """Its version, and why sandboxd would not take it."""
+    path = shutil.which("firecracker", path=search(os.environ.get("PATH", "")))
+    if path is None:
+        yield "firecracker", "none: QEMU runs machines"
+        return
+    said = program_version(path)
+    yield "firecracker", said
+    try:
+        fault = firecracker_versions.fault(firecracker_versions.parse(said))
+    except ValueError as why:
+        fault = f"{path}: {why}"
+    if fault is not None:
+        yield "firecracker is BAD", [fault]
 
 
 def program_version(path: str) -> str:

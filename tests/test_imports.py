@@ -400,6 +400,12 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("cli.run", ("cli.*", "sandboxd.errors"), ("docopt",)),
     ("cli.bucket", ("cli.*", "sandboxd.envnames", "sandboxd.errors", "sandboxd.plain_yaml", "sandboxd.termsafe"), ()),
     ("cli.s3", ("cli.bucket", "sandboxd.termsafe"), ("botocore",)),
+    # Which versions are taken is one table, the daemon's.
+    (
+        "cli.facts",
+        ("cli.*", "sandboxd.errors", "sandboxd.termsafe", "sandboxd.vm.firecracker_versions", "native"),
+        (),
+    ),
     (
         "cli*",
         (
