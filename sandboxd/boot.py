@@ -114,23 +114,17 @@ class Boot:
         return Booted(machine, claim, None if link is None else interface(link))
 
     async def _answering(self, spec: MachineSpec) -> Machine:
-        """A machine whose guest answers. Where nothing is known of why one did not, a second try keeps its console."""
-        try:
-            return await self._try(spec)
-        except BootFailed as fault:
-            if not self._backend.silent or fault.console_tail:
-                raise
-            log.warning("%s: %s; it is tried again with its console kept", spec.id, clean(str(fault)))
-            return await self._try(replace(spec, console=True))
-
-    async def _try(self, spec: MachineSpec) -> Machine:
+        """A machine whose guest answers. Where nothing is known of why one does not, a second one keeps its console."""
         machine = await self._backend.start(spec)
         try:
             guest = Guest(machine.vsock_path, protocol.VERSION)
             await _before_exit(machine, "waiting for the guest agent", lambda: guest.wait_booted(BOOT_S))
-        except BaseException:
+        except BaseException as fault:
             await _shielded(machine.terminate)
-            raise
+            if not isinstance(fault, BootFailed) or spec.console or not self._backend.silent:
+                raise
+            log.warning("%s: %s; it is tried again with its console kept", spec.id, clean(str(fault)))
+            return await self._answering(replace(spec, console=True))
         return machine
 
     async def configure(self, booted: Booted, record: SandboxRecord, env: dict[str, str]) -> None:

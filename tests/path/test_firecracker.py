@@ -1,0 +1,128 @@
+"""A whole `sandboxd` with the Firecracker backend, its programs the stand-ins, its guests real."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from sandboxd.assembly import instance
+from sandboxd.client import Create, NetworkRequest
+from sandboxd.errors import SandboxError
+from sandboxd.vm import cgroups
+from tests.conformance.live import FIRECRACKER
+from tests.daemon import Daemon, assets_dir
+from tests.firecracker_standin.standin import SHIM, Standin
+
+NONE = NetworkRequest("none")
+CANARY = "value-2f1c7a90b6"
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the jailer needs root")
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """On the images' file system."""
+    path = Path(tempfile.mkdtemp(prefix="sbx-fc-", dir=assets_dir().parent))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def standin(place: Path) -> Iterator[Standin]:
+    if not SHIM.is_file():
+        pytest.skip("no build/firecracker-standin: make standins")
+    with Standin(place / "fc") as running:
+        yield running
+        assert running.log() == ""
+
+
+@pytest.fixture(scope="module")
+def daemon(place: Path, standin: Standin) -> Iterator[Daemon]:
+    flags = ("--firecracker", str(standin.firecracker), "--jailer", str(standin.jailer))
+    with Daemon(place / "d", flags=flags, command=FIRECRACKER) as running:
+        yield running
+    assert running.leftovers() == []
+    assert cgroups.find().ids(instance(running.state)) == set()
+    assert "Traceback" not in running.log.read_text()
+
+
+def everything_said() -> bytes:
+    """Every command line and environment of this host that can be read."""
+    found = b""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            for name in ("cmdline", "environ"):
+                with suppress(OSError):
+                    found += (entry / name).read_bytes()
+    return found
+
+
+def test_a_sandbox_from_create_to_delete_and_over_a_killed_daemon(daemon: Daemon, standin: Standin) -> None:
+    client = daemon.client
+    assert client.capabilities().backend == "firecracker"
+    sandbox = client.create(Create(memory_mb=512, env={"CANARY": CANARY}, network=NONE))
+    done = client.run(sandbox.id, ["sh", "-c", 'test -n "$CANARY" && cat /proc/cmdline'])
+    assert done.exit_code == 0
+    assert b"8250.nr_uarts=0" in done.stdout
+    assert CANARY.encode() not in done.stdout + everything_said()
+    directory = daemon.state / "sandboxes" / sandbox.id
+    told = json.dumps(standin.calls(sandbox.id.replace("_", "-"))) + (directory / "vm.json").read_text()
+    assert "InstanceStart" in told
+    assert CANARY not in told
+    assert sandbox.id not in told.replace('"id": "' + sandbox.id, "").replace(f"/{sandbox.id}", "")
+
+    daemon.kill()
+    daemon.start()
+    assert client.run(sandbox.id, ["echo", "still here"]).stdout == b"still here\n"
+    group = cgroups.find().group(instance(daemon.state), sandbox.id)
+    assert len(group.pids()) == 1
+    client.delete(sandbox.id)
+    assert not group.directories[0].exists()
+    assert not directory.exists()
+    deadline = time.monotonic() + 10
+    while standin.programs() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert standin.programs() == []
+
+
+@pytest.mark.parametrize("fault", ["refuse", "die"])
+def test_a_vmm_that_fails_is_an_error_that_names_the_call(daemon: Daemon, standin: Standin, fault: str) -> None:
+    standin.fail({"do": fault, "path": "/vsock"})
+    try:
+        with pytest.raises(SandboxError, match="the sandbox did not start: PUT /vsock: "):
+            daemon.client.create(Create(memory_mb=512, network=NONE))
+    finally:
+        standin.fail()
+    assert daemon.leftovers() == []
+
+
+def test_a_guest_that_does_not_come_up_is_tried_once_more_with_its_console(daemon: Daemon, standin: Standin) -> None:
+    before = len(standin.calls())
+
+    def started() -> list[str]:
+        return [call["id"] for call in standin.calls()[before:] if call["path"] == "/actions"]
+
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(daemon.client.create, Create(memory_mb=512, network=NONE))
+        deadline = time.monotonic() + 30
+        while not started() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        (id,) = started()
+        group = cgroups.find().group(instance(daemon.state), id.replace("sbx-", "sbx_", 1))
+        for pid in group.pids():
+            os.kill(pid, signal.SIGKILL)
+        sandbox = made.result(120)
+    assert started() == [id, id]
+    assert "the machine ended; it is tried again with its console kept" in daemon.log.read_text()
+    assert b"console=ttyS0" in daemon.client.run(sandbox.id, ["cat", "/proc/cmdline"]).stdout
+    daemon.client.delete(sandbox.id)
