@@ -34,10 +34,10 @@ CFLAGS_HARD := -std=c11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -D
 LDFLAGS_HARD := -Wl,-z,relro,-z,now
 PROGRAMS := $(BUILD)/sandbox-vsock $(BUILD)/guest-init $(BUILD)/guest-exec
 
-.PHONY: help demo install test standins agents agents-test lint conformance conformance-firecracker bench bench-check soak units fuzz clean setup apt apt-test apt-test-install apt-bench apt-bench-install assets programs sanitizers
+.PHONY: help demo install test standins agents agents-test lint conformance conformance-firecracker check-kvm bench bench-check soak units fuzz clean setup apt apt-test apt-test-install apt-bench apt-bench-install assets programs sanitizers
 
 help:
-	@sed -n 's/^\(demo\|install\|test\|agents-test\|lint\|conformance\|conformance-firecracker\|bench\|bench-check\|soak\|units\|fuzz\|clean\|assets\):.*## /  make \1 - /p' Makefile
+	@sed -n 's/^\(demo\|install\|test\|agents-test\|lint\|conformance\|conformance-firecracker\|check-kvm\|bench\|bench-check\|soak\|units\|fuzz\|clean\|assets\):.*## /  make \1 - /p' Makefile
 
 demo: setup assets ## set everything up, then run a small agent on a small repository in a VM
 	@mkdir -p $(BUILD)/demo
@@ -84,6 +84,10 @@ conformance: setup apt-test assets ## start a daemon with real VMs and hold it a
 
 conformance-firecracker: setup apt-test standins assets ## the same through the Firecracker backend, with stand-ins for it
 	@$(PY) -m tests.conformance.live --firecracker $(if $(ROW),--row $(ROW))
+
+# Says why, and does no more, where there is no KVM to check with. OPTIONS are the program's: --firecracker PATH.
+check-kvm: setup apt-test ## where KVM works: the real Firecracker under conformance, timing and attack; prints a report to send us
+	@$(PY) -m tests.hardware.check $(OPTIONS)
 
 bench: setup apt-bench assets ## all benchmarks, or a part with ONLY=name; figures in bench/out/latest.json
 	$(PY) bench/run.py $(if $(ONLY),--only $(ONLY)) $(if $(SHORT),--short)
