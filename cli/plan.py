@@ -68,6 +68,7 @@ class Plan:
     files: Mapping[str, bytes] = field(default_factory=dict)
     checkpoint_every_s: float | None = None
     mirror: Mirror | None = None
+    limit_s: float | None = None
 
     @property
     def snapshots(self) -> bool:

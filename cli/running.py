@@ -40,7 +40,7 @@ class Outcome:
     `code` is its exit code, `sandbox` the id. `commits` are those that came back: 0 where there were none, None where
     nobody knows (nothing was to come back, it failed, or the command was left running); `commit` is the last of them,
     `error` why they did not. `died`: the sandbox ended before the command did. `left`: something that did not come back
-    is still in it. `interrupted`: the person sent the command a signal.
+    is still in it. `interrupted`: the person sent the command a signal. `expired`: its time limit ended it.
     """
 
     code: int
@@ -51,6 +51,7 @@ class Outcome:
     died: bool = False
     left: bool = False
     interrupted: bool = False
+    expired: bool = False
 
 
 class Run:
@@ -65,7 +66,8 @@ class Run:
         self._plan = asked
         self._created = created
         self._ended = ended
-        self._left = self._interrupted = False
+        self._left = self._interrupted = self._expired = False
+        self._limit_at = float("inf")
         self._repo = Workspace.of(asked) if asked.workspace else None
         if asked.checkpoint_every_s and not self._repo:
             raise SandboxError("--checkpoint-every: not in a git repository, so there is nothing to take one of")
@@ -198,13 +200,20 @@ class Run:
         try:
             attachment = client.attach(sandbox, process.pid)
             deliver = partial(self._signal, client, process)
+            limit_s = self._plan.limit_s
+            if limit_s is not None:
+                self._limit_at = time.monotonic() + limit_s
             with self._checkpoints(client) as taken:
-                code = stream.follow(attachment, deliver, tty=process.tty, role=stream.Role.OWNED)
+                code = stream.follow(
+                    attachment, deliver, tty=process.tty, role=stream.Role.OWNED, limit_s=limit_s
+                )
         except BaseException:
             show.note(f"{self._ref} is left as it is; look at it with: sandbox-cli attach {self._ref}")
             self._hint_bring_back()
             self._tell_changes(running=True)
             raise
+        if self._expired:
+            show.note("the command was ended: its time was over")
         if taken:
             for note in taken.told():
                 show.note(note)
@@ -241,11 +250,14 @@ class Run:
             show.error(json.dumps(result) + "\n")
         return Outcome(
             code, sandbox, result.get("commits"), result.get("commit"), result.get("error"), left=self._left,
-            interrupted=self._interrupted,
+            interrupted=self._interrupted, expired=self._expired,
         )  # fmt: skip
 
     def _signal(self, client: Client, process: Process, name: str) -> None:
-        self._interrupted = True
+        if time.monotonic() >= self._limit_at:
+            self._expired = True
+        else:
+            self._interrupted = True
         client.signal(self._sandbox_id, process.pid, name)
 
     def _checkpoints(self, client: Client) -> AbstractContextManager[Checkpoints | None]:

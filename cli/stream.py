@@ -35,6 +35,8 @@ READ_BYTES = 64 * 1024
 UPLOAD_LIMIT_BYTES = 256 * 1024
 SHOW_LIMIT_BYTES = 1024 * 1024
 HANGUP_GRACE_S = 3.0
+LIMIT_STEP_S = 10.0
+LONGEST_WAIT_S = 3600.0  # poll(2) takes an int of milliseconds
 BACKGROUND_LOOK_S = 1.0
 GIVE_UP_AFTER = 2
 
@@ -53,18 +55,19 @@ class Detached(Exception):
 
 
 def follow(
-    attachment: Attachment, send_signal: Callable[[str], None], *, tty: bool, role: Role
+    attachment: Attachment, send_signal: Callable[[str], None], *, tty: bool, role: Role, limit_s: float | None = None
 ) -> int | None:
     """Join the streams until the process ends. `tty` asks for our terminal in raw mode.
 
-    `send_signal` takes INT, TERM, KILL or HUP to the process by a way of its own, past input that waits.
+    `send_signal` takes INT, TERM, KILL or HUP to the process by a way of its own, past input that waits. After
+    `limit_s` a process of ours gets TERM, as if a person sent it, and so on every LIMIT_STEP_S until it is given up.
     """
     with ExitStack() as stack:
         stack.enter_context(attachment)
         caught = wakeup.ENDING + ((signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT) if tty else ())
         signals = stack.enter_context(wakeup.descriptor(caught))
         raw = stack.enter_context(terminal.Raw(0)) if tty else None
-        joined = _Joined(attachment, send_signal, signals, raw, role)
+        joined = _Joined(attachment, send_signal, signals, raw, role, limit_s)
         try:
             return joined.run()
         except Detached:
@@ -81,6 +84,7 @@ class _Joined:
         wakeup: int,
         raw: terminal.Raw | None,
         role: Role,
+        limit_s: float | None,
     ) -> None:
         self._send_signal = send_signal
         self._sock = attachment.sock
@@ -100,6 +104,7 @@ class _Joined:
         self._lost = False
         self._asked_to_end = 0
         self._kill_at: float | None = None
+        self._limit_at = None if limit_s is None else time.monotonic() + limit_s
         self._size = (0, 0)
         self._input_is_terminal = os.isatty(0)
         self._limits = {fd: _write_limit(fd) for fd in (1, 2)}
@@ -118,6 +123,9 @@ class _Joined:
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._kill_at = None
                 self._deliver("KILL")
+            if self._limit_at is not None and time.monotonic() >= self._limit_at:
+                self._limit_at = time.monotonic() + LIMIT_STEP_S
+                self._signalled(signal.SIGTERM)
         if self._exit is None:
             raise Lost("the connection to sandboxd ended before the command did")
         return self._exit
@@ -144,9 +152,8 @@ class _Joined:
         return not self._input_is_terminal or terminal.in_foreground(0)
 
     def _patience_ms(self) -> int | None:
-        waits = []
-        if self._kill_at is not None:
-            waits.append(max(0.0, self._kill_at - time.monotonic()))
+        times = [at for at in (self._kill_at, self._limit_at) if at is not None]
+        waits = [min(max(0.0, at - time.monotonic()), LONGEST_WAIT_S) for at in times]
         if self._input_open and not self._may_read():
             waits.append(BACKGROUND_LOOK_S)
         return int(min(waits) * 1000) + 1 if waits else None

@@ -1,8 +1,8 @@
 """The fleet file: which agents work on what, side by side.
 
 In: the file a person named, which has the trust of flags they typed, and no other: none is ever looked for. Out: a
-`Fleet`, or a `FleetFileError` with every fault and its place. Sizes are text with a unit ("4g", "512m"), "0" lifts a
-cap. A task's own caps replace the defaults, its names to reach are added to them.
+`Fleet`, or a `FleetFileError` with every fault and its place. Sizes and times are text with a unit ("4g", "30m"), "0"
+lifts a cap. A task's own caps replace the defaults, its names to reach are added to them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cli import bringback
+from cli import bringback, duration
 from cli.agents import start
 from cli.agents.table import AGENTS
 from sandboxd.errors import SandboxError
@@ -46,7 +46,8 @@ class FleetFileError(SandboxError):
 @dataclass(frozen=True, slots=True)
 class Task:
     """One agent's work. `branch` names the ref its commits come back as, below refs/sandbox/fleet/; a cap that is None
-    is the server's to choose; `verify` is a shell command, or None."""
+    is the server's to choose; `verify` is a shell command, or None; so is `timeout_s` where nothing ends agent and
+    verify command."""
 
     branch: str
     prompt: str
@@ -57,6 +58,7 @@ class Task:
     allow: tuple[str, ...]
     git: bool
     verify: str | None
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class _Defaults:
     cpus: float | None
     allow: tuple[str, ...]
     git: bool
+    timeout_s: float | None
 
 
 def read(path: Path) -> Fleet:
@@ -119,13 +122,14 @@ def _defaults(section: Section) -> _Defaults:
         cpus=_cpus(section, CPUS),
         allow=_texts(section, "allow"),
         git=section.take("git", False, lambda value: isinstance(value, bool), "true or false"),
+        timeout_s=_timeout(section),
     )
     _done(section)
     return found
 
 
 def _task(section: Section, agent: Any, defaults: _Defaults) -> Task:
-    capped = {key for key in ("memory", "cpus") if section.value.get(key) is not None}
+    capped = {key for key in ("memory", "cpus", "timeout") if section.value.get(key) is not None}
     task = Task(
         branch=_required(section, "branch"),
         prompt=_required(section, "prompt"),
@@ -136,8 +140,9 @@ def _task(section: Section, agent: Any, defaults: _Defaults) -> Task:
         allow=tuple(dict.fromkeys((*defaults.allow, *_texts(section, "allow")))),
         git=defaults.git,
         verify=section.take("verify", None, _is_text, "a shell command"),
+        timeout_s=_timeout(section) if "timeout" in capped else defaults.timeout_s,
     )
-    section.known += ["memory", "cpus"]
+    section.known += ["memory", "cpus", "timeout"]
     _done(section)
     _check_agent(section, task)
     for key, text in (("prompt", task.prompt), ("verify", task.verify or ""), *(("args", one) for one in task.args)):
@@ -212,6 +217,18 @@ def _memory(section: Section, default: str) -> int | None:
 def _cpus(section: Section, default: int) -> float | None:
     given = section.take("cpus", default, _is_count, 'a number such as 2 or 0.5, or "0" for no cap')
     return float(given) or None
+
+
+def _timeout(section: Section) -> float | None:
+    given = section.take("timeout", "0", _is_time, 'a length of time such as "30m" or "1h30m", or "0" for no limit')
+    return duration.seconds("timeout", str(given)) or None
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        return type(value) in (int, str) and duration.seconds("timeout", str(value)) >= 0
+    except SandboxError:
+        return False
 
 
 def _is_text(value: Any) -> bool:

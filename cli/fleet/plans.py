@@ -62,7 +62,8 @@ def of(
     # The settings' notes are for the person, once, and not for every log.
     labels = {**(asked.create.labels or {}), "fleet.branch": task.branch}
     return replace(
-        asked, create=asked.create._replace(labels=labels), branch=REFS + task.branch, packed=packed, notes=()
+        asked, create=asked.create._replace(labels=labels), branch=REFS + task.branch, packed=packed, notes=(),
+        limit_s=task.timeout_s,
     )
 
 

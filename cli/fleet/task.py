@@ -98,8 +98,8 @@ def verdict(outcome: Outcome, *, checked: bool) -> tuple[str, str]:
         return state.LOST, "its sandbox ended before its command did"
     if outcome.error:
         return state.FAILED, f"its commits did not come back: {outcome.error}"
-    if outcome.interrupted and not (checked and code == 0):
-        became, why = state.FAILED, "it was interrupted"
+    if (outcome.interrupted or outcome.expired) and not (checked and code == 0):
+        became, why = state.FAILED, "its timeout was over" if outcome.expired else "it was interrupted"
     elif code == 0:
         became, why = state.VERIFIED, "" if checked else "it has no verify command: its agent's exit code was 0"
     elif checked and code == REJECTED:

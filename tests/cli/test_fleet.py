@@ -260,6 +260,19 @@ def test_ctrl_c_ends_the_agents_and_brings_back_what_there_is(person: Commander,
     assert b"was never started" in person.fleet("land", "c").stderr
 
 
+def test_an_agent_that_hangs_is_ended_at_its_timeout_and_its_work_comes_back(person: Commander) -> None:
+    person.write(
+        {"branch": "a", "prompt": WORKING, "timeout": "1500ms"},
+        {"branch": "b", "prompt": "echo x > x", "verify": "test -e x"},
+        max_parallel=1,
+    )
+    done = person.fleet("run", "-f", "../fleet.yaml")
+    assert done.returncode == 1 and person.states() == {"a": "failed", "b": "verified"}, done.stderr.decode()
+    assert b"its timeout was over" in done.stdout
+    assert "the command was ended: its time was over" in person.log("a")
+    assert git(person.top, "show", "refs/sandbox/fleet/a:more") == "more\n", "also what was not committed"
+
+
 def test_at_a_terminal_one_line_tells_where_it_stands_and_ctrl_c_is_heard(person: Commander) -> None:
     path = person.write({"branch": "a", "prompt": WORKING}, {"branch": "b", "prompt": "true"})
     person.home, home = person.top, person.home
@@ -401,6 +414,8 @@ def test_a_task_that_is_lost_names_its_last_checkpoint(person: Commander, client
         (Outcome(130, "s", interrupted=True), True, ("failed", "it was interrupted")),
         (Outcome(0, "s", interrupted=True), False, ("failed", "it was interrupted")),
         (Outcome(0, "s", interrupted=True), True, ("verified", "")),
+        (Outcome(143, "s", expired=True), True, ("failed", "its timeout was over")),
+        (Outcome(0, "s", expired=True), False, ("failed", "its timeout was over")),
         (Outcome(1, "s", error="no"), True, ("failed", "its commits did not come back: no")),
         (Outcome(1, "s", error="x", died=True), True, ("lost", "its sandbox ended before its command did")),
         (Outcome(0, "s", left=True), True,

@@ -70,6 +70,13 @@ def test_what_it_leaves_unsaid() -> None:
     assert (faults, lifted.tasks[0].memory_mb, lifted.tasks[0].cpus) == ([], None, None)
 
 
+def test_a_tasks_timeout_comes_before_the_defaults_and_0_lifts_it() -> None:
+    tasks = b"tasks: [{branch: a, prompt: x}, {branch: b, prompt: x, timeout: 90s}, {branch: c, prompt: x, timeout: 0}]"
+    fleet, faults = parsed(b"agent: codex\ndefaults: {timeout: 1h30m}\n" + tasks)
+    assert (faults, [one.timeout_s for one in fleet.tasks]) == ([], [5400.0, 90.0, None])
+    assert a_plan(timeout_s=90.0).limit_s == 90.0
+
+
 def task(**changes: object) -> bytes:
     return json.dumps({"agent": "codex", "tasks": [{"branch": "a", "prompt": "x"} | changes]}).encode()
 
@@ -102,6 +109,8 @@ def task(**changes: object) -> bytes:
         pytest.param(task(memory="4t"), "tasks[0].memory: it must be a size such as", id="a unit that is none"),
         pytest.param(task(cpus=-1), "tasks[0].cpus: it must be a number such as 2 or 0.5", id="less than none"),
         pytest.param(task(cpus="nan"), "tasks[0].cpus: it must be a number such as 2 or 0.5", id="no number"),
+        pytest.param(task(timeout=30), "tasks[0].timeout: it must be a length of time such as", id="no unit"),
+        pytest.param(task(timeout="-1s"), "tasks[0].timeout: it must be a length of time", id="a time before now"),
         pytest.param(b"a" * (1 << 20) + b"b", "it is longer than 1024 KiB", id="a huge file"),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from cli import stream
+from sandboxd.streams import Attachment, FrameDecoder
 from tests.cli.person import COMMAND, Person
 from tests.sandboxd.rig import Rig
 
@@ -231,3 +234,13 @@ def test_output_beyond_a_closed_pipe_is_no_traceback(person: Person, rig: Rig) -
     assert process.wait(10) == 141
     assert process.stderr is not None
     assert process.stderr.read() == b""
+
+
+def test_a_command_that_obeys_nothing_is_given_up_after_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody answers at the other end, as where a guest does not."""
+    monkeypatch.setattr(stream, "LIMIT_STEP_S", 0.1)
+    ours, theirs = socket.socketpair()
+    sent: list[str] = []
+    with theirs, pytest.raises(stream.Lost, match="does not end the command"):
+        stream.follow(Attachment(ours, FrameDecoder(), ()), sent.append, tty=False, role=stream.Role.OWNED, limit_s=0.1)
+    assert sent == ["TERM", "KILL", "KILL"]
