@@ -161,15 +161,16 @@ class Chosen:
         not run."""
         now, asked = self._now, self._asked
         if isinstance(now, Firecracker):
-            if os.geteuid() == 0:
-                jailer.require_one_file_system(asked.state_dir, asked.assets_dir)
-            choice = await kvm.choose(now.trial, assets.kernel, assets.initramfs, asked.state_dir, uid, self._probe)
-            if choice.works:
-                return f"firecracker {now.tools.version} ({choice.reason})"
+            reason = jailer.unfit(asked.state_dir, asked.assets_dir) if os.geteuid() == 0 else ""
+            if not reason:
+                choice = await kvm.choose(now.trial, assets.kernel, assets.initramfs, asked.state_dir, uid, self._probe)
+                if choice.works:
+                    return f"firecracker {now.tools.version} ({choice.reason})"
+                reason = choice.reason
             others = [one for one in self._all if isinstance(one, Qemu)]
             if not others or asked.backend == "firecracker":
-                raise SetupError(f"--backend firecracker cannot be used: {choice.reason}; qemu runs everywhere")
-            self._now, self._why = others[0], choice.reason
+                raise SetupError(f"--backend firecracker cannot be used: {reason}; qemu runs everywhere")
+            self._now, self._why = others[0], reason
             now = others[0]
         said = await now.settle(assets, uid)
         return f"{said}; not firecracker: {self._why}" if self._why else said
@@ -235,6 +236,8 @@ def find_firecracker(asked: Asked) -> firecracker_machine.Tools:
     version = _version(binary)
     if (fault := firecracker_versions.fault(version)) is not None and not is_allowed(asked, version):
         raise SetupError(fault)
+    if root and "firecracker" not in binary.name:
+        raise SetupError(f"{binary}: the jailer takes no program whose name does not hold firecracker; rename it")
     beside = asked.jailer or (str(binary.parent / "jailer") if (binary.parent / "jailer").is_file() else "")
     jailing = _program("jailer", beside) if root else binary
     if root and (its := _version(jailing)) != version:

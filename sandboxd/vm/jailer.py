@@ -20,7 +20,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxd.errors import SetupError
 from sandboxd.vm import jail
 from sandboxd.vm.jail import Limits
 
@@ -108,13 +107,21 @@ def fill(cell: Cell, files: Sequence[tuple[int, str, bool]]) -> None:
             os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=root, follow_symlinks=True)
 
 
-def require_one_file_system(state_dir: Path, assets_dir: Path) -> None:
-    """Raises SetupError where the images could not be put into a jail without copying them."""
+def unfit(state_dir: Path, assets_dir: Path) -> str:
+    """Why no jail can be made in the state directory; empty where one can."""
     if os.stat(state_dir).st_dev != os.stat(assets_dir).st_dev:
-        raise SetupError(
+        return (
             f"with Firecracker the images ({assets_dir}) and the state directory ({state_dir}) must be on one file "
             "system: put --assets-dir and --state-dir on the same one"
         )
+    flags = os.statvfs(state_dir).f_flag
+    for bit, option, holds in ((os.ST_NODEV, "nodev", "device files"), (os.ST_NOEXEC, "noexec", "a program")):
+        if flags & bit:
+            return (
+                f"the file system of the state directory ({state_dir}) is mounted {option}, and a jail of Firecracker "
+                f"holds {holds}: put --state-dir and --assets-dir on another one"
+            )
+    return ""
 
 
 def reason(fault: OSError) -> str:

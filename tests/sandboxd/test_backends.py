@@ -85,6 +85,25 @@ def test_auto_where_our_kernel_does_not_boot_is_qemu_and_says_why(
     assert said.endswith("; not firecracker: KVM is present-but-unusable: our kernel said nothing in 10 s")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's machines are put into a jail by links")
+@pytest.mark.parametrize("backend", ["auto", "firecracker"])
+def test_images_on_another_file_system(asked: Asked, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    chosen = choose(replace(asked, backend=backend, assets_dir=Path("/proc")))
+    if backend == "firecracker":
+        with pytest.raises(SetupError, match=r"--backend firecracker cannot be used: .*on one file system"):
+            settle(chosen, "", monkeypatch)
+    else:
+        assert "on one file system" in settle(chosen, "", monkeypatch).partition("; not firecracker: ")[2]
+        assert chosen.name == "qemu"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's machines have a jailer")
+def test_a_name_that_the_jailer_does_not_take(asked: Asked) -> None:
+    renamed = Path(asked.firecracker).rename(asked.state_dir / "fc")
+    with pytest.raises(SetupError, match=r"/fc: the jailer takes no program .*; rename it"):
+        choose(replace(asked, backend="firecracker", firecracker=str(renamed)))
+
+
 def test_what_was_asked_for_and_does_not_boot_is_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = choose(replace(asked, backend="firecracker"))
     with pytest.raises(SetupError, match=r"--backend firecracker cannot be used: .*said nothing"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sandboxd.errors import SetupError
 from sandboxd.vm import jail, jailer
 from sandboxd.vm.jail import Limits
 from sandboxd.vm.jailer import Cell, Tools
@@ -88,8 +89,20 @@ def test_a_file_of_another_file_system_is_no_copy(cell: Cell) -> None:
         with pytest.raises(OSError, match="cross-device") as caught:
             jailer.fill(cell, [(image, "drive0", True)])
         assert "another file system" in jailer.reason(caught.value)
-        with pytest.raises(SetupError, match="--assets-dir and --state-dir"):
-            jailer.require_one_file_system(cell.base.parent, shm.parent)
+        assert "--assets-dir and --state-dir" in jailer.unfit(cell.base.parent, shm.parent)
     finally:
         os.close(image)
         shm.unlink()
+
+
+@pytest.mark.parametrize("option", ["nodev", "noexec", "dev,exec"])
+def test_where_a_jail_could_hold_no_device_or_program(tmp_path: Path, option: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    asks = "import sys; from sandboxd.vm import jailer; print(jailer.unfit(*[jailer.Path(sys.argv[1])] * 2))"
+    script = 'mount -t tmpfs -o "$1" none "$2" && exec "$3" -c "$4" "$2"'
+    said = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, "sh", option, tmp_path, sys.executable, asks],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert said == "\n" if "," in option else f"is mounted {option}, and a jail" in said
