@@ -30,7 +30,6 @@ TRIAL_S = 10.0
 TRIAL_ID = "kvm-trial"
 TRIAL_MEMORY_MB = 256
 FIRST_LINE = b"guest-init: start"
-ANSWER = "kvm.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +63,12 @@ async def choose(
     if answer.state is not KvmState.OK:
         return Choice(False, unusable(answer))
     key = await anyio.to_thread.run_sync(_key, trial.program, kernel, initramfs)
-    fault = _remembered(state_dir, key)
+    # One for each VMM: `auto` may ask about two.
+    kept = state_dir / f"kvm-{trial.program.name}.json"
+    fault = _remembered(kept, key)
     if fault is None:
         fault = await attempt(trial, kernel, initramfs, state_dir, uid)
-        _remember(state_dir, key, fault)
+        _remember(kept, key, fault)
     if fault:
         return Choice(False, f"KVM is {KvmState.PRESENT_BUT_UNUSABLE.value}: {fault}")
     return Choice(True, f"KVM: {answer.reason}, and our kernel booted")
@@ -122,10 +123,10 @@ def _key(program: Path, kernel: Path, initramfs: Path) -> list[str]:
     return [processes.boot_id(), *digests, version.stdout.partition("\n")[0]]
 
 
-def _remembered(state_dir: Path, key: list[str]) -> str | None:
+def _remembered(kept: Path, key: list[str]) -> str | None:
     """What the trial said for this `key`; None when it was not asked yet."""
     try:
-        value = json.loads((state_dir / ANSWER).read_bytes()[:65536])
+        value = json.loads(kept.read_bytes()[:65536])
     except (OSError, ValueError, RecursionError):
         return None
     match value:
@@ -134,7 +135,7 @@ def _remembered(state_dir: Path, key: list[str]) -> str | None:
     return None
 
 
-def _remember(state_dir: Path, key: list[str], fault: str) -> None:
-    temporary = state_dir / f"{ANSWER}.new"
+def _remember(kept: Path, key: list[str], fault: str) -> None:
+    temporary = kept.with_suffix(".new")
     temporary.write_text(json.dumps({"key": key, "fault": fault}))
-    os.rename(temporary, state_dir / ANSWER)
+    os.rename(temporary, kept)

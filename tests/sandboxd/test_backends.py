@@ -104,6 +104,11 @@ def test_a_name_that_the_jailer_does_not_take(asked: Asked) -> None:
         choose(replace(asked, backend="firecracker", firecracker=str(renamed)))
 
 
+def test_what_two_vmms_did_with_our_kernel_is_remembered(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = settle(choose(asked), "it said nothing", monkeypatch)
+    assert settle(choose(asked), "it was tried again", monkeypatch) == said
+
+
 def test_what_was_asked_for_and_does_not_boot_is_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = choose(replace(asked, backend="firecracker"))
     with pytest.raises(SetupError, match=r"--backend firecracker cannot be used: .*said nothing"):
