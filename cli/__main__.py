@@ -222,7 +222,8 @@ def _unfit(name: str, usage: str, given: Sequence[str]) -> str:
     if len(forms) == 1:
         return f"{what}: {forms[0]}"
     if not all(verbs):
-        return what
+        meant = [form for form, words in zip(forms, verbs, strict=True) if set(words) & set(given[:1])]
+        return f"{what}: {' | '.join(meant or forms)}"
     for form, words in zip(forms, verbs, strict=True):
         if set(words) & set(given[:1]):
             return f"{what}: {form}"

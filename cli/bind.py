@@ -37,7 +37,7 @@ def given(args: Mapping[str, Any], environ: Mapping[str, str]) -> Bind | None:
     if args["--checkpoint-every"] not in (None, "0"):
         raise SandboxError("--checkpoint-every: with --bind what the command makes is here already")
     # Not normalised: `..` behind a link is the link's, and the daemon's to follow.
-    whole = os.path.join(os.getcwd(), os.path.expanduser(path))
+    whole = os.path.join(os.getcwd(), os.path.expanduser(path)).removesuffix("/.") or "/"
     _check(whole, environ, read_only=read_only)
     return Bind(whole, read_only)
 

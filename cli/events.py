@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from typing import Any
 
 from cli import context, show
@@ -35,7 +36,7 @@ HASH_CHARS = 12
 def main(args: dict[str, Any]) -> int:
     found = context.choose(args["--context"]).client.events(args["SANDBOX"])
     for event in found.events:
-        sys.stdout.write((json.dumps(fields(event)) if args["--json"] else line(event)) + "\n")
+        sys.stdout.write((json.dumps(fields(event)) if args["--json"] else fitted(line(event), show.columns())) + "\n")
     if found.truncated:
         show.note(f"older events than these {len(found.events)} are left out")
     return 0
@@ -54,6 +55,15 @@ def line(event: AuditEvent) -> str:
     """Fit for a terminal; every text in it is somebody else's."""
     told = [f"{key}={value(key, said)}" for key, said in fields(event).items() if key not in HEAD]
     return "  ".join([f"{show.time(clean(event.time))}  {clean(event.type):<23}", *told]).rstrip()
+
+
+def fitted(text: str, width: int | None) -> str:
+    """What does not fit stands below the type. A value is not broken: it may be copied."""
+    if width is None or show.display_width(text) <= width:
+        return text
+    indent = " " * min(22, width // 4)
+    lines = textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def value(key: str, said: Any) -> str:

@@ -86,7 +86,8 @@ def newest(mirror: Mirror, store: Store, root: str, sandbox: str, record: Sessio
         return max(mine, key=lambda one: one.time)
     listed, _ = objects(mirror, store, root, sandbox)
     if not listed:
-        raise MirrorError(f"the bucket {mirror.bucket} holds nothing of {clean(sandbox)} and this repository")
+        holds = f"the bucket {mirror.bucket} holds nothing of {clean(sandbox)} and this repository"
+        raise MirrorError(f"{holds}; see sandbox-cli mirror ls")
     return listed[-1][0]
 
 

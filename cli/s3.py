@@ -9,6 +9,7 @@ no address that hands out credentials is asked.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -143,7 +144,9 @@ class Store:
             code, words = str(said.get("Code", "")), str(said.get("Message", ""))
             raise MirrorError(f"{where} {_short(what)}: {_short(f'{code}: {words}')}") from None
         except (botocore.exceptions.BotoCoreError, botocore.exceptions.HTTPClientError) as error:
-            raise MirrorError(f"{where} {_short(what)}: {_short(str(error))}") from None
+            # Behind the endpoint stands the request, which says no more.
+            words = re.sub(r'"?https?://[^\s"]*"?', self._mirror.endpoint or "Amazon's", str(error))
+            raise MirrorError(f"{where} {_short(what)}: {_short(words)}; see mirror.s3.endpoint") from None
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             # The last: botocore asks again where a bucket is whenever it is sent elsewhere, without end.
             odd = type(error).__name__

@@ -57,7 +57,7 @@ def check(secrets: Iterable[Secret], environ: Mapping[str, str]) -> None:
     """Raises where a variable or file is not there. Nothing is run, and no value is read."""
     for one in secrets:
         if one.source == "env" and one.value not in environ:
-            raise SandboxError(f"secret {one.name}: {one.value} is not set here")
+            raise SandboxError(f"secret {one.name}: {one.value} is not set here: export it first")
         if one.source == "file":
             os.close(_opened(one))
 
@@ -132,7 +132,7 @@ def _jwt(value: str) -> Mapping[str, object] | None:
 def _raw(one: Secret, environ: Mapping[str, str]) -> bytes:
     if one.source == "env":
         if one.value not in environ:
-            raise SandboxError(f"secret {one.name}: {one.value} is not set here")
+            raise SandboxError(f"secret {one.name}: {one.value} is not set here: export it first")
         return os.fsencode(environ[one.value])
     if one.source == "command":
         return _said(one)

@@ -442,13 +442,21 @@ class Client:
                 self.endpoint.connect, method, target, headers=fields, body=body, length=length, timeout_s=timeout_s
             )
         except (ProtocolError, OSError) as fault:
-            raise Unreachable(self.path, _why(fault)) from None
+            raise Unreachable(self.path, f"{_why(fault)}{self._hint(fault)}") from None
         try:
             self._raise_for(answer)
         except BaseException:
             answer.close()
             raise
         return answer
+
+    def _hint(self, fault: Exception) -> str:
+        """What may be wrong with an address on the network."""
+        if isinstance(fault, ConnectionRefusedError) and not self.endpoint.socket_path:
+            return "; nothing listens there: is sandboxd running, with --listen?"
+        if isinstance(fault, ProtocolError) and self.endpoint.address.startswith("http://"):
+            return "; is that port https://?"
+        return ""
 
     def _upgrade(self, target: str, protocol: str) -> unixhttp.Upgraded:
         try:

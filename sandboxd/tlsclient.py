@@ -40,7 +40,8 @@ def wrap(sock: socket.socket, host: str, ca_file: str, cert_file: str, key_file:
                 incoming.write(data)
         sock.sendall(outgoing.read())
     except ssl.SSLCertVerificationError as fault:
-        remedy = "; the CA file must name who signs it" if fault.verify_code in UNTRUSTED else ""
+        remedy = "the CA file must name who signs it" if ca_file else "give its CA file (context add --ca)"
+        remedy = f"; {remedy}" if fault.verify_code in UNTRUSTED else ""
         raise ConnectionError(
             f"its certificate is not trusted: {fault.verify_message.rstrip('.')}{remedy}"
         ) from None

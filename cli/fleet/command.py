@@ -67,6 +67,6 @@ def _status(*, as_json: bool) -> int:
     store = state.Store.of(place.config_dir(), found.common_dir)
     fleet = store.read()
     if fleet is None:
-        raise state.StateError("no fleet was run in this repository")
+        raise state.StateError("no fleet was run in this repository: sandbox-cli agent fleet run -f FILE runs one")
     report.tell(state.truth(fleet, state.alive), store, as_json=as_json)
     return 0

@@ -39,7 +39,7 @@ def main(args: dict[str, Any]) -> int:
         raise LandError("a fleet belongs to a repository: land inside one")
     store = Store.of(place.config_dir(), found.common_dir)
     if store.read() is None:
-        raise LandError("no fleet was run in this repository")
+        raise LandError("no fleet was run in this repository: sandbox-cli agent fleet run -f FILE runs one")
     lock = store.hold_landing()
     try:
         return _land(store, args)

@@ -128,3 +128,11 @@ def test_events_are_shown_as_lines_fit_for_a_terminal(short_tmp: Path, capfd: py
         assert events.main({**where, "--json": True}) == 0
     said = capfd.readouterr()
     assert [json.loads(line) for line in said.out.splitlines()] == found and "\x1b" not in said.out
+
+
+def test_an_event_wider_than_the_terminal_goes_on_below_and_no_value_is_broken() -> None:
+    text = "2026-01-02T03:04:05Z  process.started          pid=1  " + "  ".join(f"key{n}=value{n}" for n in range(9))
+    assert events.fitted(text, None) == events.fitted(text, len(text)) == text
+    lines = events.fitted(text, 80).splitlines()
+    assert len(lines) > 1 and all(len(line) <= 80 for line in lines)
+    assert " ".join(lines).split() == text.split() and lines[1].startswith(" " * 20)

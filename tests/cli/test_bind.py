@@ -46,6 +46,7 @@ def alive(rig: Rig) -> list[str]:
         pytest.param("~/project", ".", id="a path from home"),
         pytest.param("project", ".", id="a relative path"),
         pytest.param("../link", "project", id="a link to it"),
+        pytest.param(".", "project", id="where one is"),
     ],
 )
 def test_the_directory_itself_is_the_workspace(rig: Rig, person: Person, path: str, cwd: str) -> None:
@@ -64,6 +65,7 @@ def test_the_directory_itself_is_the_workspace(rig: Rig, person: Person, path: s
     assert alive(rig) == []
     assert "is changed here, and nothing checks it" in done.stderr.decode()
     assert "refs/sandbox" not in done.stderr.decode()
+    assert "/. itself" not in done.stderr.decode()
 
 
 PLANTED = r"printf '[core]\n\tfsmonitor = ./evil\n\thooksPath = .evil\n' >> .git/config; "

@@ -96,6 +96,8 @@ SAID = [
     (("tunnel", "x", "0"), "not a port"),
     (("run", "--context", "tcp://x:1", "--no-workspace", "--", "ls"), "context tcp://x:1: neither a context's name"),
     (("help", "bogus"), "unknown command 'bogus'"),
+    (("recover", "x"), "too many, or given twice: sandbox-cli recover [--all] [--json] | sandbox-cli recover forget"),
+    (("recover", "forget"), "or given twice: sandbox-cli recover forget SANDBOX...; see"),
     (("run", "--project", "/proc", "--", "ls"), "--project /proc: not in a git repository"),
     (("list", "--context", "unix:///no/such"), "no sandboxd at /no/such: No such file or directory"),
 ]

@@ -10,6 +10,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,14 @@ def test_a_shallow_clone_has_no_first_commit(mirror: Mirror, repo: Repository, t
 def test_a_variable_that_is_not_set_is_named(mirror: Mirror, gone: str) -> None:
     with pytest.raises(MirrorError, match=f"the variable {gone}, .* is not set here"):
         Store(mirror, {name: value for name, value in KEYS.items() if name != gone})
+
+
+def test_a_store_that_does_not_answer_is_told_by_its_endpoint(mirror: Mirror) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(MirrorError) as caught:
+        Store(replace(mirror, endpoint=address), KEYS).list("a/long/prefix")
+    assert str(caught.value).endswith(f"endpoint URL: {address}; see mirror.s3.endpoint")
 
 
 # A bucket that lies.

@@ -254,7 +254,7 @@ def test_what_a_flag_stands_for_is_not_fetched(person: Person) -> None:
     ("source", "said"),
     [
         ("{file: absent}", "secret T: {home}/.config/sandbox/absent cannot be read: No such file or directory"),
-        ("{env: ABSENT}", "secret T: ABSENT is not set here"),
+        ("{env: ABSENT}", "secret T: ABSENT is not set here: export it first"),
         ("{command: 'exit 9'}", "secret T: its command failed (exit code 9)"),
     ],
 )

@@ -193,8 +193,18 @@ def test_nobody_there(tmp_path: Path) -> None:
     token.write_text("0123456789abcdef")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(Unreachable, match="Connection refused"):
+    with pytest.raises(Unreachable, match="Connection refused; nothing listens there"):
         Client(Endpoint.of(f"http://127.0.0.1:{port}", token_file=str(token))).sandboxes()
+
+
+def test_a_port_that_ends_the_connection_may_want_tls(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("0123456789abcdef")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
+        with pytest.raises(Unreachable, match=r"is that port https://\?|Connection reset"):
+            Client(Endpoint.of(f"http://127.0.0.1:{server.getsockname()[1]}", token_file=str(token))).sandboxes()
 
 
 @pytest.mark.parametrize(
