@@ -34,7 +34,7 @@ Options:
   --backend NAME       auto, qemu or firecracker [default: auto]: auto takes
                        Firecracker where it is installed and KVM works
   --firecracker PATH   that program [firecracker in /usr/local/bin or /usr/bin]
-  --jailer PATH        as root: the jailer of the same version [jailer beside it]
+  --jailer PATH        as root: the jailer of the same version [beside it]
   --allow-firecracker VERSION
                        take this version though it is known to have faults;
                        it is recorded in the audit log
