@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import botocore.session
 import pytest
 from moto.server import ThreadedMotoServer
 
-from cli import bucket, mirrored, repository, session
+from cli import bucket, mirrored, repository, s3, session
 from cli.bucket import Mirror, MirrorError
 from cli.fleet import state as fleets
 from cli.repository import Repository
@@ -393,11 +394,34 @@ def test_a_store_that_answers_something_else_is_one_line(answer: bytes, tmp_path
     assert str(caught.value).isprintable() and len(str(caught.value)) < 800
 
 
+HEAD = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize("first", [b"", HEAD + b"X: ", HEAD + b"Content-Length: 999\r\n\r\n", HEAD + b"\r\n"],
+                         ids=["its first line", "its head", "what it holds", "without an end"])  # fmt: skip
+def test_a_store_that_trickles_is_given_up(first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then is in time for every timeout of a read."""
+    monkeypatch.setattr(s3, "CALL_S", 0.2)
+    with trap(first, trickling=True) as (port, seen):
+        mirror = Mirror("bkt", endpoint=f"http://127.0.0.1:{port}", path_style=True, access_key_env="MIRROR_KEY",
+                        secret_key_env="MIRROR_SECRET")  # fmt: skip
+        store = Store(mirror, KEYS)
+        calls = (
+            (lambda: store.list("x"), "could not be listed: it took more than 0 s"),
+            (lambda: store.put("x", b"y", 1), "did not take x: it took"),
+            (lambda: store.get("x", io.BytesIO(), 1000), "did not give x: it took"),
+        )
+        for call, said in calls:
+            with pytest.raises(MirrorError, match=f"the bucket bkt {said}"):
+                call()
+    assert len(seen) <= len(calls), "it was tried again"
+
+
 class trap:  # noqa: N801 - reads as a statement
     """A listener that answers everything alike, and remembers who came."""
 
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
+    def __init__(self, answer: bytes, *, trickling: bool = False) -> None:
+        self._answer, self._trickling = answer, trickling
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.seen: list[bytes] = []
 
@@ -419,6 +443,9 @@ class trap:  # noqa: N801 - reads as a statement
                 self.seen.append(connection.recv(65536))
                 with contextlib.suppress(OSError):  # they have heard enough
                     connection.sendall(self._answer)
+                    while self._trickling:
+                        time.sleep(0.05)
+                        connection.sendall(b"x")
 
 
 def test_nobody_but_the_store_is_asked(
