@@ -19,6 +19,7 @@ from sandboxd.vm import jail, seccomp
 from sandboxd.vm.jail import Jail
 
 INFO_LIMIT = 4096
+PIPE_BYTES = 1 << 20  # /proc/sys/fs/pipe-max-size, to which the program can raise it
 
 
 class ChildError(Exception):
@@ -50,7 +51,10 @@ class Child:
         """What the program has written to stderr since the last call."""
         text = b""
         with suppress(BlockingIOError):
-            while piece := os.read(self._stderr_fd, 65536):
+            # As much as the pipe can hold, and no more: a hostile program may write as fast as this reads.
+            for _ in range(PIPE_BYTES // 65536):
+                if not (piece := os.read(self._stderr_fd, 65536)):
+                    break
                 text = (text + piece)[:65536]
         return text
 
