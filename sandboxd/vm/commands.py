@@ -135,7 +135,8 @@ def argv(spec: MachineSpec, accelerator: Accelerator, fds: Descriptors) -> list[
     for index, (drive, fd) in enumerate(zip(spec.drives, fds.drives, strict=True)):
         node = f"drive{index}"
         options = "read-only=on" if drive.read_only else "read-only=off,discard=unmap"
-        file = f"file.driver=file,file.filename=/dev/fdset/{index}"
+        # Its locks could be held against another machine that reads the same image; `drives` has locked it.
+        file = f"file.driver=file,file.filename=/dev/fdset/{index},file.locking=off"
         command += [
             "-add-fd", f"fd={fd},set={index}",
             "-blockdev", f"driver=raw,node-name={node},{options},{file}",

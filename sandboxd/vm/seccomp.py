@@ -1,9 +1,9 @@
 """The system calls no program in a jail may make, as a BPF program for `bwrap --seccomp`.
 
 Out: bytes, the same every time. It is a list of refusals, under QEMU's own `-sandbox` and not instead of it:
-calls that lead out of the namespaces, that reach parts of the kernel a VMM has no use for, and sockets of
-every family but AF_UNIX. That last one matters: AF_VSOCK knows no network namespace, so an empty one does not
-keep a jailed program from the host's own vsock listeners.
+calls that lead out of the namespaces, that reach parts of the kernel a VMM has no use for, that hold up whoever
+else opens a file it has, and sockets of every family but AF_UNIX. That last one matters: AF_VSOCK knows no network
+namespace, so an empty one does not keep a jailed program from the host's own vsock listeners.
 
 Numbers: arch/x86/entry/syscalls/syscall_64.tbl, linux/audit.h, linux/seccomp.h, linux/filter.h,
 linux/sched.h.
@@ -17,12 +17,15 @@ from collections.abc import Mapping
 AUDIT_ARCH_X86_64 = 0xC000003E
 X32_BIT = 0x40000000
 AF_UNIX = 1
-SYS_SOCKET = 41
+SYS_SOCKET, SYS_SOCKETPAIR = 41, 53
 SYS_CLONE = 56
+SYS_FCNTL = 72
 SYS_CLONE3 = 435
 CLONE_NEWNS, CLONE_NEWPID = 0x00020000, 0x20000000
 # and NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWNET
 CLONE_NEW = CLONE_NEWNS | CLONE_NEWPID | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x40000000
+
+F_SETLEASE = 1024
 
 EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
 
@@ -32,7 +35,7 @@ REFUSED: dict[str, int] = {
     "pidfd_open": 434, "pidfd_getfd": 438, "unshare": 272, "setns": 308, "mount": 165, "umount2": 166,
     "pivot_root": 155, "chroot": 161, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431,
     "fsmount": 432, "fspick": 433, "mount_setattr": 442, "name_to_handle_at": 303, "open_by_handle_at": 304,
-    "mknod": 133, "mknodat": 259,
+    "mknod": 133, "mknodat": 259, "statmount": 457, "listmount": 458, "open_tree_attr": 467,
     # the machine's own settings
     "reboot": 169, "swapon": 167, "swapoff": 168, "settimeofday": 164, "clock_settime": 227, "adjtimex": 159,
     "clock_adjtime": 305, "sethostname": 170, "setdomainname": 171, "acct": 163, "quotactl": 179,
@@ -42,16 +45,24 @@ REFUSED: dict[str, int] = {
     "bpf": 321, "perf_event_open": 298, "userfaultfd": 323, "io_uring_setup": 425, "io_uring_enter": 426,
     "io_uring_register": 427, "add_key": 248, "request_key": 249, "keyctl": 250, "fanotify_init": 300,
     "lookup_dcookie": 212, "memfd_secret": 447,
+    # an image may be another machine's too, which is not started while somebody else has such a lock (`drives`)
+    "flock": 73,
 }  # fmt: skip
 
 # A program that shares a directory: it starts with a chroot, and makes what a guest asks it to.
-SHARES: frozenset[str] = frozenset({"chroot", "mknod", "mknodat", "unshare"})
+SHARES: frozenset[str] = frozenset({"chroot", "mknod", "mknodat", "unshare", "flock"})
 # Firecracker's jailer, which builds a jail of its own; without root's capabilities none of these does anything.
 JAILS: frozenset[str] = frozenset({"mount", "umount2", "pivot_root", "chroot", "mknod", "mknodat", "unshare", "setns"})
-NOT_SHARED: dict[str, int] = {
+ATTRIBUTES: dict[str, int] = {
     # what is beside a file's content and mode: capabilities, labels
     "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199,
-    "setxattrat": 463, "removexattrat": 466, "openat2": 437,
+    "setxattrat": 463, "removexattrat": 466, "file_setattr": 469,
+}  # fmt: skip
+NOT_SHARED: dict[str, int] = ATTRIBUTES | {"openat2": 437}
+# An ordinary user's VMM is the owner of its images, and so could change what it may only read.
+OWNERS: dict[str, int] = ATTRIBUTES | {
+    "chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452, "chown": 92, "fchown": 93, "lchown": 94,
+    "fchownat": 260, "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280,
 }  # fmt: skip
 MODES: dict[str, tuple[int, int]] = {
     # (number, which argument is a mode)
@@ -71,7 +82,7 @@ _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 
 def program() -> bytes:
     """struct sock_filter[], native byte order. Unknown architectures and x32 calls end the process."""
-    return b"".join([*_ours_alone(), *_refusals(REFUSED), *_tail()])
+    return b"".join([*_ours_alone(), *_refusals(REFUSED | OWNERS), *_tail()])
 
 
 def sharing_program() -> bytes:
@@ -140,10 +151,11 @@ def _tail(namespaces: int = CLONE_NEW) -> list[bytes]:
     return [
         # glibc takes ENOSYS for an old kernel and falls back to clone, whose flags can be looked at.
         _step(_IF_EQUAL, SYS_CLONE3, 0, 1), _refuse(ENOSYS),
-        _step(_IF_EQUAL, SYS_CLONE, 0, 3),
-        _step(_LOAD, _FIRST_ARGUMENT),
-        _step(_IF_ANY_BIT, namespaces, 0, 4),
-        _refuse(EPERM),
+        *_of_call(SYS_CLONE, [_step(_LOAD, _FIRST_ARGUMENT), _step(_IF_ANY_BIT, namespaces, 0, 1), _refuse(EPERM)]),
+        # Held on a file, it keeps whoever opens that waiting.
+        *_of_call(SYS_FCNTL, [_step(_LOAD, _FIRST_ARGUMENT + 8), _step(_IF_EQUAL, F_SETLEASE, 0, 1), _refuse(EPERM)]),
+        # Both make a socket, and so load the code of a family into the kernel.
+        _step(_IF_EQUAL, SYS_SOCKETPAIR, 1, 0),
         _step(_IF_EQUAL, SYS_SOCKET, 0, 2),
         _step(_LOAD, _FIRST_ARGUMENT),
         _step(_IF_EQUAL, AF_UNIX, 0, 1),
