@@ -1,8 +1,8 @@
 """Starts machines in a process of its own, so that tests can kill the starter, or be another user.
 
-`python -m tests.vm.starting DIRECTORY ID INSTANCE hold|ping`: says "go" before it starts the machine and "started"
-after, and meanwhile has a lock on DIRECTORY/lock; `hold` then waits to be killed, `ping` asks guestd and ends the
-machine.
+`python -m tests.vm.starting DIRECTORY IDS INSTANCE hold|ping [STANDIN]`: says "go" before it starts the machines and
+"started" after, and meanwhile has a lock on DIRECTORY/lock; `hold` then waits to be killed, `ping` asks guestd of each
+and ends it. With STANDIN, the directory of the stand-ins, it is the Firecracker backend that starts them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
 
 from sandboxd import unixpath
-from sandboxd.vm import qemu
+from sandboxd.vm import cgroups, firecracker_machine, jail, jailer, qemu
 from sandboxd.vm.commands import Tools, find_tools
+from sandboxd.vm.firecracker import Arch
+from sandboxd.vm.firecracker_versions import parse
 from sandboxd.vm.machine import Drive, Machine, MachineSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +30,18 @@ BOOT_S = 60  # a boot is 4 s; machines that share two cores are slower
 
 def tools(instance: str) -> Tools:
     return find_tools(BUILD / "sandbox-vsock", instance)
+
+
+def firecracker_tools(instance: str, standin: Path) -> firecracker_machine.Tools:
+    root = os.geteuid() == 0
+    found = jail.find_tools(root)
+    if not root:
+        found = replace(found, bwrap=standin / "bwrap")
+    program = standin / "firecracker"
+    return firecracker_machine.Tools(
+        jailer.Tools(program, standin / "jailer", found), jail.program(program), parse("Firecracker v1.16.1"),
+        Arch.X86_64, instance, 4096, cgroups.find() if root else None,
+    )  # fmt: skip
 
 
 def spec(directory: Path, id: str, number: int = 0, **changes: object) -> MachineSpec:
@@ -84,19 +99,26 @@ async def ping(machine: Machine) -> bytes:
     return answer
 
 
-async def main(directory: Path, id: str, instance: str, what: str) -> None:
-    described, found = spec(directory, id), tools(instance)
+async def main(directory: Path, ids: str, instance: str, what: str, *standin: str) -> None:
     lock = os.open(directory / "lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_SH)
     print("go", flush=True)
-    machine = await qemu.start(described, found)
+    machines: list[Machine] = []
+    for number, id in enumerate(ids.split(",")):
+        described = spec(directory, id, number)
+        if standin:
+            found = firecracker_tools(instance, Path(standin[0]))
+            machines.append(await firecracker_machine.start(described, found))
+        else:
+            machines.append(await qemu.start(described, tools(instance)))
     print("started", flush=True)
     if what == "hold":
         await anyio.sleep_forever()
-    if what == "ping":
-        print((await ping(machine)).decode().strip(), flush=True)
-    await machine.terminate()
+    for machine in machines:
+        if what == "ping":
+            print((await ping(machine)).decode().strip(), flush=True)
+        await machine.terminate()
 
 
 if __name__ == "__main__":
-    anyio.run(main, Path(sys.argv[1]), *sys.argv[2:5])
+    anyio.run(main, Path(sys.argv[1]), *sys.argv[2:])

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,17 +20,24 @@ from typing import Any
 import anyio
 import pytest
 
-from sandboxd.errors import BootFailed
-from sandboxd.vm import cgroups, firecracker, firecracker_machine, jail, jailer
+from egress import link, plan
+from sandboxd import unixpath
+from sandboxd.assets import prepare, store
+from sandboxd.errors import BootFailed, SetupError
+from sandboxd.vm import cgroups, firecracker, firecracker_machine, processes
 from sandboxd.vm.firecracker import Arch
-from sandboxd.vm.firecracker_machine import Tools
+from sandboxd.vm.firecracker_machine import FirecrackerMachine, Tools
 from sandboxd.vm.firecracker_versions import parse
 from sandboxd.vm.machine import Drive, MachineSpec
+from tests.daemon import assets_dir
 from tests.firecracker_standin.standin import SHIM, Standin
+from tests.vm import starting
+from tests.vm.starting import BUILD, ROOT, ping
 
 FIRST_UID = 979_300
 INSTANCE = f"f{os.getpid()}"
 VERSION = parse("Firecracker v1.16.1")
+USER = 4242  # no account of this machine
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the jailer needs root")
 
 
@@ -45,13 +60,8 @@ def standin(top: Path) -> Iterator[Standin]:
 
 @pytest.fixture(scope="module")
 def tools(standin: Standin) -> Iterator[Tools]:
-    found = jail.find_tools(root=True)
-    hierarchy = cgroups.find()
-    yield Tools(
-        jailer.Tools(standin.firecracker, standin.jailer, found), jail.program(standin.firecracker), VERSION,
-        Arch.X86_64, INSTANCE, 4096, hierarchy,
-    )  # fmt: skip
-    assert hierarchy.ids(INSTANCE) == set()
+    yield starting.firecracker_tools(INSTANCE, standin.directory)
+    assert cgroups.find().ids(INSTANCE) == set()
 
 
 @pytest.fixture
@@ -119,3 +129,207 @@ def test_a_jailer_or_a_vmm_that_does_not_come_up(
         standin.fail()
     assert tools.groups is not None
     assert tools.groups.ids(INSTANCE) == set()
+
+
+@pytest.fixture(scope="module")
+def bootable(top: Path) -> Path:
+    """Kernel, initramfs, runtime and image, of its own: a jail changes whose they are."""
+    if shutil.which("qemu-system-x86_64") is None or not (BUILD / "sandbox-vsock").is_file():
+        pytest.skip("no QEMU, or no build/sandbox-vsock: make programs")
+    try:
+        recipes = prepare.recipes(BUILD)
+    except SetupError as error:
+        pytest.skip(str(error))
+    path = top / "real"
+    path.mkdir(mode=0o755)
+    made: dict[str, store.Asset] = {}
+    files = {"kernel": "vmlinux", "initramfs": "initramfs.cpio", "runtime": "runtime.erofs"}
+    for recipe in recipes:
+        asset = store.find(assets_dir(), recipe, made)
+        if asset is None and recipe.name in files:
+            pytest.skip(f"no {recipe.name} in {assets_dir()}: make assets")
+        if asset is not None:
+            made[recipe.name] = asset
+    for name, file in files.items():
+        shutil.copyfile(made[name].file(file), path / name)
+    (path / "image").write_bytes(bytes(1 << 20))
+    return path
+
+
+@pytest.fixture
+def network() -> Iterator[plan.Plan]:
+    if not Path("/dev/net/tun").exists():
+        pytest.skip("no /dev/net/tun, to make a tap")
+    made = plan.of(f"{os.getpid():012x}", f"sbx_{os.getpid():016x}")
+    yield made
+    link.delete(made)
+    assert not Path(plan.NAMESPACES, made.namespace).exists()
+
+
+def starter(directory: Path, ids: str, what: str, standin: Standin, *prefix: str) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-m", "tests.vm.starting", str(directory), ids, INSTANCE, what]
+    return subprocess.Popen(
+        [*command, str(standin.directory)], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    )
+
+
+def says(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def is_ended(pid: int) -> bool:
+    try:
+        return b") Z " in Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def opens_tap(network: plan.Plan, node: Path, uid: int) -> int:
+    """What `uid` hears, in the namespace of the tap, when it opens that by its name: an errno."""
+    code = (
+        "import fcntl, os, struct, sys\n"
+        "fd = os.open(sys.argv[1], os.O_RDWR)\n"
+        "try: fcntl.ioctl(fd, 0x400454CA, struct.pack('16sH22x', sys.argv[2].encode(), 0x5002))\n"
+        "except OSError as error: sys.exit(error.errno)\n"
+    )
+    command = ["nsenter", f"--net={plan.NAMESPACES}/{network.namespace}", "setpriv", f"--reuid={uid}", f"--regid={uid}"]
+    return subprocess.run(
+        [*command, "--clear-groups", "/usr/bin/python3", "-I", "-c", code, str(node), network.interface], check=False
+    ).returncode
+
+
+def test_it_boots_with_its_tap_is_found_again_and_leaves_nothing(
+    bootable: Path, tools: Tools, standin: Standin, network: plan.Plan
+) -> None:
+    """One boot for all that needs a guest."""
+    tap = link.make(network)
+    node = bootable / "tun"
+    os.mknod(node, stat.S_IFCHR | 0o666, os.makedev(10, 200))
+    node.chmod(0o666)
+
+    def leave(uid: int) -> None:
+        link.give(tap, uid)
+        os.close(tap)
+
+    spec = starting.spec(
+        bootable, "box_2", uid=FIRST_UID, console=True, tap_fd=tap, mac=network.guest_mac, tap_name=network.interface,
+        netns=Path(plan.NAMESPACES, network.namespace), leave_tap=leave,
+    )  # fmt: skip
+
+    async def main() -> None:
+        machine = await firecracker_machine.start(spec, tools)
+        try:
+            assert b'"ok":true' in (await ping(machine)).replace(b" ", b"")
+            console = await machine.console_tail()
+            assert b"guest-init" in console
+            assert await machine.console_tail() == console, "what was read once is not lost"
+            confined(machine)
+            with anyio.move_on_after(0.1) as waiting:
+                await machine.wait_exit()
+            assert waiting.cancelled_caught
+            with pytest.raises(BootFailed, match="a machine runs in it"):
+                await firecracker_machine.start(spec, tools)
+            assert await anyio.to_thread.run_sync(firecracker_machine.sweep, bootable, {"box_2"}, tools) == set()
+            again = await firecracker_machine.adopt(spec.directory, spec.id, tools)
+            assert again is not None
+            assert b'"ok":true' in (await ping(again)).replace(b" ", b"")
+            await again.terminate()
+            await again.wait_exit()
+            with anyio.fail_after(1):
+                await machine.wait_exit()
+        finally:
+            await machine.terminate()
+        await machine.terminate()
+        assert await firecracker_machine.adopt(spec.directory, spec.id, tools) is None
+
+    def confined(machine: FirecrackerMachine) -> None:
+        pid = machine.programs[0].pid
+        assert tools.groups is not None
+        assert tools.groups.group(INSTANCE, "box_2").pids() == {pid}
+        for space in ("pid", "net", "ipc", "uts", "mnt"):
+            assert os.readlink(f"/proc/{pid}/ns/{space}") != os.readlink(f"/proc/self/ns/{space}"), space
+        root = machine.vsock_path.parent
+        for name in ("kernel", "initramfs", "drive0", "drive1"):
+            info = (root / name).stat()
+            assert (info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode)) == (0, 0, 0o444), name
+        info = (root / "drive2").stat()
+        assert (info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode)) == (FIRST_UID, FIRST_UID, 0o600)
+        assert os.path.samefile(root / "drive2", spec.drives[2].path), "no copy"
+        assert opens_tap(network, node, FIRST_UID) == errno.EBUSY, "it is the VMM's"
+        assert opens_tap(network, node, FIRST_UID + 1) == errno.EPERM
+
+    anyio.run(main)
+    assert os.listdir(spec.directory) == ["scratch"]
+    info = spec.drives[2].path.stat()
+    assert (info.st_uid, info.st_nlink, stat.S_IMODE(info.st_mode)) == (0, 1, 0o600)
+    assert not until_none(standin)
+
+
+def until_none(standin: Standin) -> list[int]:
+    """The guests that are there after a moment: they follow their VMM."""
+    deadline = time.monotonic() + 5
+    while (left := list(standin.programs())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def test_a_killed_starters_machines_are_adopted_or_swept(bootable: Path, tools: Tools, standin: Standin) -> None:
+    with starter(bootable, "kept_1,lost_1,half_1", "hold", standin) as process:
+        assert (says(process), says(process)) == ("go", "started")
+        process.kill()
+    with open(bootable / "lock", "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    assert tools.groups is not None
+    pids = {id: tools.groups.group(INSTANCE, id).pids() for id in ("kept_1", "lost_1", "half_1")}
+    assert firecracker_machine.sweep(bootable, {"kept_1", "half_1"}, tools) == {"lost_1"}
+    assert all(map(is_ended, pids["lost_1"])) and not any(map(is_ended, pids["kept_1"] | pids["half_1"]))
+    assert os.listdir(bootable / "lost_1") == ["scratch"]
+
+    async def main() -> None:
+        machine = await firecracker_machine.adopt(bootable / "kept_1", "kept_1", tools)
+        assert machine is not None
+        with unixpath.named(machine.vsock_path) as name, socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(name)
+        (pid,) = pids["kept_1"]
+        assert machine.programs[0].pid == pid
+        with anyio.fail_after(1):
+            async with anyio.create_task_group() as group:
+                for _ in range(3):
+                    group.start_soon(machine.wait_exit)
+                await anyio.sleep(0.05)
+                os.kill(pid, signal.SIGKILL)
+        await machine.console_tail()
+        await machine.terminate()
+        (pid,) = pids["half_1"]
+        os.kill(pid, signal.SIGKILL)
+        assert await firecracker_machine.adopt(bootable / "half_1", "half_1", tools) is None
+
+    anyio.run(main)
+    for id in pids:
+        assert os.listdir(bootable / id) == ["scratch"]
+    assert tools.groups.ids(INSTANCE) == set()
+    assert until_none(standin) == []
+
+
+def test_an_ordinary_users_machine_boots_without_a_jailer(bootable: Path, top: Path, standin: Standin) -> None:
+    home = top / "home"
+    home.mkdir()
+    os.chown(home, USER, USER)
+    for name in ("kernel", "initramfs", "runtime", "image"):
+        (home / name).symlink_to(bootable / name)
+        (bootable / name).chmod(0o644)
+    standin.companion.chmod(0o666)
+    user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"]
+    with starter(home, "box", "ping", standin, *user) as process:
+        said = says(process)
+        if not said:
+            pytest.skip(f"an ordinary user cannot run {sys.executable}")
+        assert (said, says(process)) == ("go", "started")
+        owners = {os.stat(f"/proc/{pid}").st_uid for _, pid in processes.marked(INSTANCE, {USER})}
+        assert owners == {USER}
+        assert '"ok":true' in says(process).replace(" ", "")
+        assert process.wait(20) == 0
+    assert list(processes.marked(INSTANCE, {USER})) == []
+    assert os.listdir(home / "box") == ["scratch"]
+    assert until_none(standin) == []
