@@ -34,7 +34,7 @@ CFLAGS_HARD := -std=c11 -O2 -g -Wall -Wextra -Werror -fstack-protector-strong -D
 LDFLAGS_HARD := -Wl,-z,relro,-z,now
 PROGRAMS := $(BUILD)/sandbox-vsock $(BUILD)/guest-init $(BUILD)/guest-exec
 
-.PHONY: help demo install test standins agents agents-test lint conformance conformance-firecracker check-kvm bench bench-check soak units fuzz clean setup apt apt-test apt-test-install apt-bench apt-bench-install assets programs sanitizers
+.PHONY: help demo install test standins own-kernel agents agents-test lint conformance conformance-firecracker check-kvm bench bench-check soak units fuzz clean setup apt apt-test apt-test-install apt-bench apt-bench-install assets programs sanitizers
 
 help:
 	@sed -n 's/^\(demo\|install\|test\|agents-test\|lint\|conformance\|conformance-firecracker\|check-kvm\|bench\|bench-check\|soak\|units\|fuzz\|clean\|assets\):.*## /  make \1 - /p' Makefile
@@ -100,7 +100,7 @@ bench-check: setup apt-bench assets ## compare the figures of `make bench` with 
 units: setup apt-test assets ## install into a Debian machine with systemd, emulated, and try the units there
 	SOAK=1 $(PY) -m pytest -q tests/packaging/test_units.py --timeout 3600
 
-soak: setup apt-test sanitizers standins assets ## the tests with large counts; prints its seed
+soak: setup apt-test sanitizers standins own-kernel assets ## the tests with large counts; prints its seed
 	RELAY_LIVES=20000 $(MAKE) -s -C native test
 	SOAK=1 $(PY) -m pytest -q -n 2 --dist worksteal --timeout 3600
 
@@ -177,6 +177,13 @@ standins: $(BUILD)/firecracker-standin
 $(BUILD)/firecracker-standin: tests/firecracker_standin/shim.c | apt
 	@mkdir -p $(BUILD)
 	$(CC) $(CFLAGS_HARD) -static $(LDFLAGS_HARD) -o $@ $<
+
+# A kernel as an operator may bring one, for tests of --kernel in `make soak`.
+own-kernel: $(BUILD)/own-kernel/vmlinux
+
+$(BUILD)/own-kernel/vmlinux: tests/kernel/build.sh tests/kernel/config | apt
+	$(call apt_install,flex bison bc libelf-dev)
+	bash tests/kernel/build.sh
 
 # The C pieces again under ASan and UBSan, with their own tests.
 sanitizers: apt-test $(VENV)/ready

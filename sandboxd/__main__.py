@@ -31,6 +31,8 @@ Options:
                        others: ~/.local/share/sandboxd]
   --assets-dir DIR     kernel and images; several daemons may share it [assets
                        in the state directory]
+  --kernel FILE        the guests' kernel, vmlinux or bzImage, with what they
+                       need built in [Debian's, with modules]
   --backend NAME       auto, qemu or firecracker [default: auto]: auto takes
                        Firecracker where it is installed and KVM works
   --firecracker PATH   that program [firecracker in /usr/local/bin or /usr/bin]
@@ -126,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         settings = flags.read(given, os.environ, os.geteuid())
         if settings.prepare_only:
-            prepare.prepare(settings.assets_dir, settings.build_dir, print_progress())
+            prepare.prepare(settings.assets_dir, settings.build_dir, print_progress(), settings.kernel)
             log.info("the images are ready")
         else:
             anyio.run(run, settings, assembly.parts)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
@@ -81,8 +82,9 @@ def parts(
         proxy_uids = network_uids(settings.uid_base)
         return network.Egress(settings.state_dir, own, proxy_uids, on_event, lambda line: log.info("%s", clean(line)))
 
+    build = partial(prepare.prepare, own_kernel=settings.kernel)
     return Parts(
-        backend, backend.settle, prepare.prepare, start_egress, _no_network(settings), _registries,
+        backend, backend.settle, build, start_egress, _no_network(settings), _registries,
         no_bind=backend.why_not_shared, allowed=backend.allowed,
     )  # fmt: skip
 

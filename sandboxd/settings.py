@@ -60,6 +60,7 @@ class Settings:
     firecracker: str = ""
     jailer: str = ""
     allow_firecracker: str = ""
+    kernel: Path | None = None
 
 
 def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> Settings:
@@ -99,6 +100,7 @@ def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> 
         firecracker=flags["--firecracker"] or "",
         jailer=flags["--jailer"] or "",
         allow_firecracker=flags["--allow-firecracker"] or "",
+        kernel=_path(flags["--kernel"]) if flags["--kernel"] else None,
     )
 
 

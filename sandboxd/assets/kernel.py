@@ -14,9 +14,10 @@ import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from sandboxd.assets import command, cpio, payload
+from sandboxd.assets import command, cpio, payload, store
 from sandboxd.assets.apt import Archive, Package
 from sandboxd.assets.store import Bench, Recipe
+from sandboxd.errors import SetupError
 
 META_PACKAGE = "linux-image-cloud-amd64"
 
@@ -54,6 +55,30 @@ def recipe(archive: Callable[[Bench], Archive]) -> Recipe:
         name="kernel", version=3, files=("vmlinux", "modules.cpio"), resolve=resolve, build=build,
         sources=(META_PACKAGE, *WANTED_MODULES, *(" ".join(row) for row in DEVICE_MODULES)),
     )
+
+
+def own(path: Path) -> Recipe:
+    """The operator's kernel, ELF or bzImage, with its drivers built in: none of our modules would fit it. Raises
+    SetupError where it cannot be read."""
+    try:
+        digest = store.file_digest(path)
+    except OSError as fault:
+        raise SetupError(f"--kernel {path}: {fault.strerror}") from None
+
+    def build(bench: Bench, _packages: Sequence[Package], out: Path) -> None:
+        image = path.read_bytes()
+        try:
+            (out / "vmlinux").write_bytes(image if payload.has_pvh_entry(image) else payload.vmlinux(image))
+        except payload.NotAKernel as fault:
+            raise SetupError(
+                f"--kernel {path}: {fault}; it takes an x86 kernel with CONFIG_PVH, as vmlinux or bzImage"
+            ) from None
+        (out / "modules.cpio").write_bytes(modules_archive({}, ()))
+
+    return Recipe(
+        name="kernel", version=3, files=("vmlinux", "modules.cpio"), resolve=lambda bench: (), build=build,
+        sources=("own", digest),
+    )  # fmt: skip
 
 
 def unpack(deb: Path, scratch: Path) -> tuple[bytes, dict[str, bytes]]:

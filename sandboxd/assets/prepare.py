@@ -42,10 +42,10 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
-def present(assets_dir: Path, build_dir: Path) -> Assets | None:
+def present(assets_dir: Path, build_dir: Path, own_kernel: Path | None = None) -> Assets | None:
     """The assets for this version of the sources, or None if any is missing or damaged."""
     try:
-        wanted = recipes(build_dir)
+        wanted = recipes(build_dir, own_kernel)
     except SetupError:
         return None
     made: dict[str, Asset] = {}
@@ -57,14 +57,14 @@ def present(assets_dir: Path, build_dir: Path) -> Assets | None:
     return _assets(made)
 
 
-def prepare(assets_dir: Path, build_dir: Path, report: Report) -> Assets:
-    """Build what is missing and return all.
+def prepare(assets_dir: Path, build_dir: Path, report: Report, own_kernel: Path | None = None) -> Assets:
+    """Build what is missing and return all. `own_kernel` is taken in place of Debian's.
 
     Raises `SetupError` when this machine lacks something a person must install or allow, `BuildFailed` when a
     program failed (no network, a full disk).
     """
-    wanted = recipes(build_dir)
-    found = present(assets_dir, build_dir)
+    wanted = recipes(build_dir, own_kernel)
+    found = present(assets_dir, build_dir, own_kernel)
     if found is not None:
         return found
     command.require(PROGRAMS)
@@ -87,7 +87,7 @@ def produce(assets_dir: Path, wanted: Sequence[Recipe], report: Report) -> dict[
     return made
 
 
-def recipes(build_dir: Path) -> list[Recipe]:
+def recipes(build_dir: Path, own_kernel: Path | None = None) -> list[Recipe]:
     """In the order in which they build on each other."""
     guest_init, guest_exec = build_dir / "guest-init", build_dir / "guest-exec"
     for program in (guest_init, guest_exec):
@@ -95,7 +95,7 @@ def recipes(build_dir: Path) -> list[Recipe]:
             raise SetupError(f"{program} is missing. Run in the project's directory:\n  make build")
     archive = _archive()
     return [
-        kernel.recipe(archive),
+        kernel.recipe(archive) if own_kernel is None else kernel.own(own_kernel),
         initramfs.recipe(guest_init),
         runtime.interpreter(archive),
         runtime.recipe(GUESTD, guest_exec),
