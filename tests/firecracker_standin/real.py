@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from sandboxd.vm.firecracker_versions import Version, parse
 from tests.firecracker_standin.standin import SHIM, Standin
 
 FIRECRACKER, JAILER = "SANDBOX_TEST_FIRECRACKER", "SANDBOX_TEST_JAILER"
@@ -25,9 +28,15 @@ class Real(Standin):
 
     def __init__(self, directory: Path, firecracker: Path, jailer: Path) -> None:
         super().__init__(directory)
-        self.firecracker, self.jailer = firecracker, jailer
+        self._real = {self.firecracker: firecracker, self.jailer: jailer}
 
     def __enter__(self) -> Real:
+        self.directory.mkdir(exist_ok=True)
+        self.directory.chmod(0o755)
+        for path, real in self._real.items():
+            shutil.copy(real, path)
+        self.bwrap.write_text('#!/bin/sh\nexec bwrap "$@"\n')
+        self.bwrap.chmod(0o755)
         return self
 
     def stop(self) -> None:
@@ -41,18 +50,28 @@ class Real(Standin):
             pytest.skip("the real Firecracker does not fail on demand")
 
     def programs(self) -> Sequence[int]:
-        pytest.skip("the real Firecracker runs its guests itself")
+        return []  # it runs its guests itself
 
     def log(self) -> str:
         return ""
 
 
+def given() -> bool:
+    return bool(os.environ.get(FIRECRACKER) and os.environ.get(JAILER))
+
+
+def version(standin: Standin) -> Version:
+    """Of what is used, whichever it is."""
+    said = subprocess.run([standin.firecracker, "--version"], capture_output=True, text=True, timeout=30, check=True)
+    return parse(said.stdout)
+
+
 @contextmanager
 def programs(directory: Path) -> Iterator[Standin]:
     """Skips where there are neither."""
-    firecracker, jailer = os.environ.get(FIRECRACKER), os.environ.get(JAILER)
-    if firecracker and jailer:
-        yield Real(directory, Path(firecracker), Path(jailer))
+    if given():
+        with Real(directory, Path(os.environ[FIRECRACKER]), Path(os.environ[JAILER])) as real:
+            yield real
         return
     if not SHIM.is_file():
         pytest.skip("no build/firecracker-standin: make standins")
