@@ -21,6 +21,8 @@ from sandboxd.service import Service
 LISTINGS = 2
 """Listings checked at once; each is up to 16 MiB of a guest's JSON."""
 
+NAME_MAX = 255  # linux/limits.h
+
 SMALL_BYTES = 1 << 20
 """Of a body that goes through a file: a larger one must leave room on the disk, or sandboxes would get I/O errors."""
 
@@ -98,12 +100,22 @@ def is_listing(text: bytes) -> bool:
     return all(
         isinstance(entry, dict)
         and entry.keys() == {"name", "type", "size"}
-        and isinstance(entry["name"], str)
+        and _is_name(entry["name"])
         and entry["type"] in ("file", "dir", "symlink", "other")
         and type(entry["size"]) is int
         and entry["size"] >= 0
         for entry in found["entries"]
     )
+
+
+def _is_name(name: object) -> bool:
+    """Of a file in a directory. A caller makes bytes of it again, which only surrogates that stand for bytes allow."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        return False
+    try:
+        return len(name.encode("utf-8", "surrogateescape")) <= NAME_MAX
+    except UnicodeEncodeError:
+        return False
 
 
 @asynccontextmanager

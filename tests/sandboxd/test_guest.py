@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 from guestd import protocol
 from sandboxd.errors import GuestProtocolError
 from sandboxd.guest import Guest, GuestGone, GuestRefused
+from sandboxd.routes import files
 from tests.sandboxd.rig import Rig
 
 Script = Callable[[int, socket.socket], None]
@@ -207,6 +209,19 @@ def test_g10_a_hostile_guest_costs_a_request_and_no_more(other: Rig, answer: byt
     assert other.rss_kib() - before < 8 << 10
     assert other.call("DELETE", path).status == 204
     assert "\x1b" not in other.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("a b", True), ("ü", True), ("\udcff", True), ("...", True), ("x" * 255, True), ("\n", True),
+        ("", False), (".", False), ("..", False), ("a/b", False), ("a\0", False), ("\ud800", False), ("ü" * 128, False),
+        (5, False),
+    ],
+)  # fmt: skip
+def test_a_listing_holds_names_that_a_directory_can(name: object, is_one: bool) -> None:
+    entry = {"name": name, "type": "file", "size": 0}
+    assert files.is_listing(json.dumps({"entries": [entry]}).encode()) is is_one
 
 
 def test_a_message_of_a_guest_is_one_clean_line(other: Rig) -> None:
