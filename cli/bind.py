@@ -91,11 +91,10 @@ def _check(path: str, environ: Mapping[str, str], *, read_only: bool) -> None:
     # Here, since only a run that asks for it should load the extension.
     import native
 
-    home = environ.get("HOME", "")
+    home = place.home(environ)
     try:
         with native.open_directory(path) as directory:
-            if os.path.isabs(home):
-                native.check_directory(directory, path, home)
+            native.check_directory(directory, path, home)
             # The daemon knows its own alone; in the person's a guest could name commands for the next run.
             with suppress(FileNotFoundError):
                 native.check_apart(directory, path, place.config_dir(environ))

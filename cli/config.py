@@ -76,7 +76,7 @@ def load(environ: Mapping[str, str], start: Path, file: str | None = None, asked
     start = _there(start)
     trusted = [_layer(path) for path in (_user(environ), _named(file)) if path is not None]
     wish = next((each.said["profile"] for each in reversed(trusted) if "profile" in each.said), profile.DEFAULT)
-    found = None if file is not None else discover(start, Path(environ.get("HOME") or os.path.expanduser("~")))
+    found = None if file is not None else discover(start, Path(place.home(environ)))
     project = _project(found) if found else {}
     notes = _misnamed(found, start) if file is None else ()
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from cli import contexts, show
+from cli import contexts, place, show
 from cli.contexts import LOCAL, Context
 from cli.place import config_dir
 from sandboxd import endpoint, unixhttp
@@ -56,8 +56,7 @@ def local_sockets(uid: int, environ: Mapping[str, str]) -> list[str]:
     """Where a sandboxd listens by default: the person's own first, then root's."""
     if uid == 0:
         return [ROOT_SOCKET]
-    runtime = environ.get("XDG_RUNTIME_DIR", "")
-    own = runtime if os.path.isabs(runtime) else os.path.expanduser("~/.config/sandbox")
+    own = place.base(environ, "XDG_RUNTIME_DIR", ".config/sandbox")
     return [os.path.join(own, "sandboxd.sock"), ROOT_SOCKET]
 
 

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from cli import advisories, githard
+from cli import advisories, githard, place
 from cli.advisories import Version
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import first_line
@@ -212,8 +212,7 @@ def state_dir(uid: int, environ: Mapping[str, str]) -> str:
     """Where a sandboxd of this person keeps disks by default."""
     if uid == 0:
         return "/var/lib/sandboxd"
-    data = environ.get("XDG_DATA_HOME", "")
-    return os.path.join(data if os.path.isabs(data) else os.path.expanduser("~/.local/share"), "sandboxd")
+    return os.path.join(place.base(environ, "XDG_DATA_HOME", ".local/share"), "sandboxd")
 
 
 def disk(path: str) -> str:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from cli import githard
+from cli import githard, place
 from cli.githard import Bounds, GitError
 from cli.repository import LISTING, Repository
 from sandboxd.errors import SandboxError
@@ -111,8 +111,7 @@ def _persons_attributes() -> str:
     named = githard.persons("core.attributesFile")
     if named:
         return os.path.expanduser(named[-1])
-    base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return str(Path(base) / "git" / "attributes")
+    return str(Path(place.base(os.environ, "XDG_CONFIG_HOME", ".config")) / "git" / "attributes")
 
 
 @contextmanager

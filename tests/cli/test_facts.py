@@ -183,7 +183,7 @@ def test_who_is_not_root_is_told_so() -> None:
 def test_where_disks_are_and_what_is_free(tmp_path: Path) -> None:
     assert facts.state_dir(0, {"XDG_DATA_HOME": "/x"}) == "/var/lib/sandboxd"
     assert facts.state_dir(5, {"XDG_DATA_HOME": "/x"}) == "/x/sandboxd"
-    assert facts.state_dir(5, {}) == os.path.expanduser("~/.local/share/sandboxd")
+    assert facts.state_dir(5, {"HOME": "/h", "XDG_DATA_HOME": "x"}) == "/h/.local/share/sandboxd"
     said = facts.disk(str(tmp_path / "not" / "there"))
     assert said.startswith(f"{tmp_path}/not/there: ") and " GiB free" in said
 

@@ -244,13 +244,11 @@ def test_the_person_s_word_beats_ours() -> None:
         pytest.param(
             5, {"XDG_RUNTIME_DIR": "/run/user/5"}, ["/run/user/5/sandboxd.sock", context.ROOT_SOCKET], id="a session"
         ),
-        pytest.param(
-            5, {}, [os.path.expanduser("~/.config/sandbox/sandboxd.sock"), context.ROOT_SOCKET], id="no session"
-        ),
+        pytest.param(5, {"HOME": "/h"}, ["/h/.config/sandbox/sandboxd.sock", context.ROOT_SOCKET], id="no session"),
         pytest.param(
             5,
-            {"XDG_RUNTIME_DIR": "relative"},
-            [os.path.expanduser("~/.config/sandbox/sandboxd.sock"), context.ROOT_SOCKET],
+            {"HOME": "/h", "XDG_RUNTIME_DIR": "relative"},
+            ["/h/.config/sandbox/sandboxd.sock", context.ROOT_SOCKET],
             id="a relative directory is none",
         ),
     ],
