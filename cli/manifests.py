@@ -26,13 +26,16 @@ IDLE_KEYS = frozenset({
     "typings", "exports", "imports", "type", "sideEffects", "browserslist", "man", "directories", "publishConfig",
     "$schema", "readme",
 })  # fmt: skip
-DRIVER = re.compile(r"(?:^|\s)((?:filter|diff|merge)=(\S+))")
-# gitattributes(5): these need no setting, so they run nothing.
-BUILT_IN = frozenset({
-    "ada", "bash", "bibtex", "cpp", "csharp", "css", "dts", "elixir", "fortran", "fountain", "golang", "html",
-    "ini", "java", "kotlin", "markdown", "matlab", "objc", "pascal", "perl", "php", "python", "r", "ruby", "rust",
-    "scheme", "tex", "text", "binary", "union",
-})  # fmt: skip
+DRIVER = re.compile(r"(?:^|\s)((filter|diff|merge)=(\S+))")
+# gitattributes(5): git itself is these, so there is rarely a program set up for one. A filter is always a program.
+BUILT_IN = {
+    "diff": frozenset({
+        "ada", "bash", "bibtex", "cpp", "csharp", "css", "default", "dts", "elixir", "fortran", "fountain", "golang",
+        "html", "ini", "java", "kotlin", "markdown", "matlab", "objc", "pascal", "perl", "php", "python", "r", "ruby",
+        "rust", "scheme", "tex",
+    }),
+    "merge": frozenset({"text", "binary", "union"}),
+}  # fmt: skip
 GIT_DIR = re.compile(r"\.git|git~[0-9]")
 
 
@@ -57,7 +60,9 @@ def package_json(old: bytes | None, new: bytes) -> list[str]:
 def attributes(old: bytes | None, new: bytes) -> list[str]:
     """.gitattributes names drivers; which program a driver is, a setting says."""
     added = _lines(new) - _lines(old or b"")
-    names = {found[1] for line in added for found in DRIVER.finditer(line) if found[2] not in BUILT_IN}
+    names = {
+        found[1] for line in added for found in DRIVER.finditer(line) if found[3] not in BUILT_IN.get(found[2], ())
+    }
     return [f"git runs the program that is set up for {some(sorted(names))}"] if names else []
 
 

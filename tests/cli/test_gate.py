@@ -166,6 +166,8 @@ def test_a_new_package_json_is_all_new() -> None:
         (b"*.bin filter=lfs\n", b"* filter=lfs\n", ["filter=lfs"]),
         (None, b"[attr]mine filter=q7\n* mine\n", ["filter=q7"]),
         (None, b"\xff filter=\xff\n", ["filter="]),
+        (None, b"*.py filter=python diff=union merge=python\n", ["diff=union, filter=python, merge=python"]),
+        (None, b"*.c diff=default merge=text\n*.ini merge=binary\n", []),
     ],
 )
 def test_attributes_matter_by_their_drivers(old: bytes | None, new: bytes, said: list[str]) -> None:
