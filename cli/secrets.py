@@ -67,8 +67,9 @@ def fetch(secrets: Iterable[Secret], environ: Mapping[str, str], now_s: float | 
     env: dict[str, str] = {}
     notes = []
     for one in sorted(secrets, key=lambda each: each.name):
-        env[one.name] = _text(one, _raw(one, environ))
-        if one.source == "file" and (who := _others(one)):
+        raw, who = _read(one) if one.source == "file" else (_raw(one, environ), "")
+        env[one.name] = _text(one, raw)
+        if who:
             notes.append(f"secret {one.name}: {one.value} can be read by {who}: chmod 600 {one.value}")
         if lasting := long_lived(env[one.name], time.time() if now_s is None else now_s):
             notes.append(f"secret {one.name} looks long-lived ({lasting}): a short one is worth less to a thief")
@@ -134,10 +135,13 @@ def _raw(one: Secret, environ: Mapping[str, str]) -> bytes:
         if one.value not in environ:
             raise SandboxError(f"secret {one.name}: {one.value} is not set here: export it first")
         return os.fsencode(environ[one.value])
-    if one.source == "command":
-        return _said(one)
+    return _said(one)
+
+
+def _read(one: Secret) -> tuple[bytes, str]:
+    """What is in its file, and who else can read that: both of the file that was opened, whatever has its name now."""
     with os.fdopen(_opened(one), "rb") as file:
-        return file.read(MAX_BYTES + 1)
+        return file.read(MAX_BYTES + 1), _others(os.fstat(file.fileno()))
 
 
 def _opened(one: Secret) -> int:
@@ -184,8 +188,7 @@ def _text(one: Secret, raw: bytes) -> str:
     return text
 
 
-def _others(one: Secret) -> str:
-    info = os.stat(one.value)
+def _others(info: os.stat_result) -> str:
     if info.st_uid != os.geteuid() or not info.st_mode & 0o044:
         return ""
     return "everybody here" if info.st_mode & 0o004 else "its group"

@@ -193,6 +193,21 @@ def test_a_file_that_others_can_read_is_pointed_at(tmp_path: Path) -> None:
     assert fetched(file(tmp_path, b"x", 0o600)).notes == ()
 
 
+def test_what_is_pointed_at_is_the_file_that_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = file(tmp_path, b"x", 0o644)
+    opened = secrets._opened
+
+    def replaced(one: Secret) -> int:
+        fd = opened(one)
+        Path(one.value).unlink()
+        file(tmp_path, b"y", 0o600)
+        return fd
+
+    monkeypatch.setattr(secrets, "_opened", replaced)
+    found = fetched(one)
+    assert found.env == {"A": "x"} and "can be read by everybody here" in found.notes[0]
+
+
 def test_what_is_noted_never_holds_the_value(tmp_path: Path) -> None:
     values = fetched(file(tmp_path, b"ghp_" + CANARY.encode()))
     assert values.env == {"A": f"ghp_{CANARY}"}
