@@ -122,7 +122,10 @@ def _bytes(path: Path, *, trusted: bool) -> bytes:
                 raise _error(path, [f"it belongs to uid {info.st_uid}, who could have it run anything here"])
             if trusted and info.st_mode & 0o022:
                 raise _error(path, [f"others can write it: chmod go-w {path}"])
-            return os.read(fd, MAX_BYTES + 1)
+            text = b""
+            while len(text) <= MAX_BYTES and (piece := os.read(fd, MAX_BYTES + 1 - len(text))):
+                text += piece
+            return text
         finally:
             os.close(fd)
     except OSError as fault:

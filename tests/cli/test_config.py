@@ -467,6 +467,15 @@ def test_each_file_is_opened_once(place: Place) -> None:
     assert opened == ["config.yaml", ".sandbox.yaml"]
 
 
+def test_a_file_that_comes_in_pieces_is_read_whole(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """read(2) may give less than there is, as from a file system over a network."""
+    place.says("network: {mode: open}")
+    place.demands("network: {mode: none}")
+    read = os.read
+    monkeypatch.setattr(os, "read", lambda fd, size: read(fd, min(size, 7)))
+    assert place.load().mode == "none"
+
+
 def test_a_file_that_can_name_commands_is_nobody_else_s_to_write(place: Place) -> None:
     place.says("network: {mode: none}")
     place.user.chmod(0o664)
