@@ -10,7 +10,6 @@ again, with sockets made anew in the same namespaces.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
@@ -283,7 +282,7 @@ async def _give(session: Session, sandbox_id: str, sandbox: _Sandbox) -> None:
 
 def missing() -> list[str]:
     """What a root daemon lacks for networks, as sentences: found by making one and letting go of it. Blocking."""
-    lacks = [f"the program {name} is not installed" for name in ("nft", "nsenter") if shutil.which(name) is None]
+    lacks = [f"the program {name} is not installed" for name in nft.missing()]
     if not Path("/dev/net/tun").exists():
         lacks.append("/dev/net/tun is not there: the kernel lacks tun")
     if lacks:

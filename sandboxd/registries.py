@@ -36,6 +36,8 @@ TRUST = "/etc/ssl/certs/ca-certificates.crt"
 MAX_AUTHORITIES = 16
 MAX_AUTHORITIES_BYTES = 128 << 10
 ASK_S = 10.0
+DIRECTORIES = "/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/bin"
+"""Where npm and what runs it are looked for, whatever PATH says: this may be root."""
 _PIP_ASK = "from pip._internal.models.index import PyPI; print(PyPI.simple_url, PyPI.file_storage_domain)"
 _PIP_KEYS = ("index-url", "extra-index-url")
 _NPM_REGISTRY = re.compile(r"\s*((?:@[A-Za-z0-9._-]+:)?registry)\s*=\s*(\S+)\s*\Z")
@@ -153,10 +155,10 @@ def npm_settings(texts: Iterable[str], environment: Mapping[str, str]) -> dict[s
 
 
 def _pip_texts(root: Path, home: Path, environment: Mapping[str, str]) -> list[str]:
-    config = root / environment.get("XDG_CONFIG_HOME", "").lstrip("/") if environment.get("XDG_CONFIG_HOME") else None
+    own = environment.get("XDG_CONFIG_HOME", "")
+    config = root / own.lstrip("/") if own.startswith("/") else home / ".config"
     paths = [
-        root / "etc/xdg/pip/pip.conf", root / "etc/pip.conf", home / ".pip/pip.conf",
-        (config or home / ".config") / "pip/pip.conf",
+        root / "etc/xdg/pip/pip.conf", root / "etc/pip.conf", home / ".pip/pip.conf", config / "pip/pip.conf",
     ]  # fmt: skip
     if given := environment.get("PIP_CONFIG_FILE"):
         # pip's way to read no configuration is a file that is empty.
@@ -200,16 +202,17 @@ def _pip_default() -> list[str]:
 
 
 def _npm_default() -> str:
-    npm = shutil.which("npm")
+    npm = shutil.which("npm", path=DIRECTORIES)
     return plain(_ask([npm, "config", "get", "registry"]).strip()) if npm else ""
 
 
 def _ask(command: list[str]) -> str:
-    quiet = {"npm_config_logs_max": "0", "npm_config_update_notifier": "false"}
+    # npm is a script whose first line has its interpreter looked for in PATH.
+    ours = {"PATH": DIRECTORIES, "npm_config_logs_max": "0", "npm_config_update_notifier": "false"}
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_S, check=False, cwd="/",
-            env=dict(os.environ) | quiet,
+            env=dict(os.environ) | ours,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -115,6 +115,27 @@ async def until(is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
             await anyio.sleep(0.02)
 
 
+def test_nft_is_the_systems_own_whatever_path_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_networks()
+    ran = tmp_path / "ran"
+    for name in nft.PROGRAMS:
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {ran}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    for path in ("", ".", str(tmp_path)):
+        monkeypatch.setenv("PATH", path)
+        assert network.missing() == []
+        nft.apply("list tables\n")
+    assert not ran.exists()
+
+
+def test_nft_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nft, "DIRECTORIES", "/nonexistent")
+    assert network.missing()[:2] == ["the program nft is not installed", "the program nsenter is not installed"]
+    with pytest.raises(nft.NftError, match="nft is not installed"):
+        nft.apply("")
+
+
 def test_nothing_is_missing_where_these_tests_run() -> None:
     need_networks()
     assert network.missing() == []

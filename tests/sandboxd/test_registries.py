@@ -79,6 +79,14 @@ def test_names_and_files_of_a_whole_host(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(("config", "name"), [("/settings", "settings.test"), ("settings", "home.test")])
+def test_a_relative_directory_of_settings_is_none(tmp_path: Path, config: str, name: str) -> None:
+    for place, host in (("settings/pip", "settings.test"), ("home/.config/pip", "home.test")):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "pip.conf").write_text(f"[global]\nindex-url = https://{host}/simple\n")
+    assert name in read([], {"HOME": "/home", "XDG_CONFIG_HOME": config}, tmp_path).names
+
+
 def test_a_registry_on_a_port_of_its_own_is_allowed_there(tmp_path: Path) -> None:
     environment = {"PIP_INDEX_URL": "http://pip.test:3141/root/", "npm_config_registry": "https://npm.test:443/"}
     apt = [("http://apt.test:3142/debian", "bookworm"), ("http://odd.test:53/", "bookworm"), ("http://a.test:0/", "x")]
@@ -97,6 +105,20 @@ def test_a_host_that_configures_nothing_uses_what_its_programs_do(tmp_path: Path
     assert len(found.names) >= 2
     for source in Path(__file__).resolve().parents[2].joinpath("sandboxd").rglob("*.py"):
         assert not any(name in source.read_text() for name in found.names), source
+
+
+def test_npm_and_its_node_are_the_systems_own_whatever_path_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = tmp_path / "ran"
+    for name in ("npm", "node", "env"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {ran}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    for path in ("", ".", str(tmp_path)):
+        monkeypatch.setenv("PATH", path)
+        read([], {}, tmp_path)
+    assert not ran.exists()
 
 
 def test_certificates_an_administrator_added_go_along_and_keys_do_not(tmp_path: Path) -> None:
