@@ -112,6 +112,8 @@ COMMANDS = {
     "why": "cli.why",
 }
 ALIASES = {"ls": "list"}
+# What other programs call it. No aliases: who types `stop` may expect the disk to be kept, and `kill` discards it.
+ELSEWHERE = {"ps": "list", "status": "list", "rm": "kill", "delete": "kill", "stop": "kill", "create": "run"}
 LATER = (
     "agent-run", "gateway", "job", "org", "secret", "service", "ssh", "ssh-access",
     "ssh-key", "studio", "whoami",
@@ -184,7 +186,7 @@ def _meant(word: str) -> str:
 
     if word in AGENTS or any(name.startswith(f"agent {word}") for name in COMMANDS):
         return f"is it sandbox-cli agent {word}? "
-    near = get_close_matches(word, [*COMMANDS, *ALIASES], n=1, cutoff=0.6)
+    near = [ELSEWHERE[word]] if word in ELSEWHERE else get_close_matches(word, [*COMMANDS, *ALIASES], n=1, cutoff=0.6)
     return f"is it sandbox-cli {near[0]}? " if near else ""
 
 

@@ -16,7 +16,7 @@ import pytest
 from docopt import docopt
 
 from cli import context, process, show, tunnel, wording
-from cli.__main__ import ALIASES, COMMANDS, LATER, misuse
+from cli.__main__ import ALIASES, COMMANDS, ELSEWHERE, LATER, misuse
 from cli.config import Config
 from cli.plan import environment
 from cli.plan import of as plan_of
@@ -42,6 +42,10 @@ SAID = [
     (("bogus",), "unknown command 'bogus'"),
     (("rum", "--", "ls"), "unknown command 'rum'; is it sandbox-cli run? see"),
     (("fleet", "run"), "unknown command 'fleet'; is it sandbox-cli agent fleet? see"),
+    (("ps", "-a"), "unknown command 'ps'; is it sandbox-cli list? see"),
+    (("rm", "box"), "unknown command 'rm'; is it sandbox-cli kill? see"),
+    (("stop", "box"), "unknown command 'stop'; is it sandbox-cli kill? see"),
+    (("status",), "unknown command 'status'; is it sandbox-cli list? see"),
     (("claude",), "unknown command 'claude'; is it sandbox-cli agent claude? see"),
     (("context", "add"), "given twice: sandbox-cli context add NAME ENDPOINT;"),
     (("mirror",), "say what to do: check, ls, push, fetch;"),
@@ -126,7 +130,7 @@ def test_every_command_has_help_and_its_usage_reads(person: Person, name: str) -
 
 
 def test_aliases_and_the_version(person: Person) -> None:
-    assert set(ALIASES.values()) <= set(COMMANDS)
+    assert {*ALIASES.values(), *ELSEWHERE.values()} <= set(COMMANDS) and not {*ALIASES, *COMMANDS} & set(ELSEWHERE)
     assert b"list [" in person.run("ls", "--help").stdout
     assert person.run("--version").stdout == person.run("version").stdout
     assert person.run("version").stdout.startswith(b"sandbox-cli ")
