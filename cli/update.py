@@ -59,7 +59,7 @@ def main(args: dict[str, Any]) -> int:
     if args["--json"]:
         show.as_json(show.sandbox(changed))
     else:
-        show.line(f"{changed.id} {show.network(changed.network)}")
+        show.line(f"{changed.name or changed.id}: network {show.network(changed.network)}")
     return 0
 
 

@@ -385,7 +385,7 @@ def test_update_on_the_wire(tmp_path: Path) -> None:
         tmp_path, "update", "box", "--allow=new.test", "--name=", "--label=b=2", "--idle=0",
         answers=[SANDBOX, OFFER, SANDBOX],
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, b"sbx_1 allowlist (3)\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, b"box: network allowlist (3)\n"), done.stderr
     assert [line for line, _ in requests] == [
         "GET /v1/sandboxes/box", "GET /v1/capabilities", "PATCH /v1/sandboxes/sbx_1",
     ]  # fmt: skip
@@ -449,7 +449,7 @@ def test_from_a_refusal_to_what_allows_it_in_a_real_sandbox(daemon: Daemon) -> N
     assert daemon.cli("update", "asks", "--no-baseline", "--allow=only.example").returncode == 0
     assert daemon.client.get("asks").network == Network("allowlist", ("only.example",))
     assert daemon.cli(*look).stdout.startswith(b"none")
-    assert daemon.cli("update", "asks", "--network=none").stdout.endswith(b" none\n")
+    assert daemon.cli("update", "asks", "--network=none").stdout == b"asks: network none\n"
     again = daemon.cli("update", "asks", "--allow=only.example")
     assert (again.returncode, b"has no network and cannot be given one" in again.stderr) == (1, True)
     assert daemon.cli("kill", "asks").returncode == 0
