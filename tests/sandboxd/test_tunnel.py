@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -109,6 +110,17 @@ def test_nobody_listens_inside_yet(rig: Rig, box: str) -> None:
                 with served:
                     served.sendall(b"!")
                 assert ours.recv(1) == b"!"
+
+
+def test_in_the_background_of_a_script_term_ends_it_and_ctrl_c_does_not(rig: Rig, box: str, tmp_path: Path) -> None:
+    """As docs/cli.md has it."""
+    words = [sys.executable, "-m", "cli", "tunnel", f"--context=unix://{rig.socket}", "box", "0:80"]
+    # It is at work once its first line is there.
+    begin = '"$@" > "$0" & for n in $(seq 400); do if [ -s "$0" ]; then break; fi; sleep 0.05; done'
+    script = f"{begin}; kill -INT $!; sleep 0.3; kill $!; wait $!; echo $?"
+    lines = tmp_path / "lines"
+    done = subprocess.run(["sh", "-c", script, lines, *words], cwd=ROOT, capture_output=True, check=False, timeout=60)
+    assert (done.stdout, lines.read_text()[:10]) == (b"143\n", "127.0.0.1:"), done.stderr
 
 
 def test_a_port_that_is_taken(rig: Rig, box: str) -> None:
