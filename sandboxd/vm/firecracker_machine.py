@@ -1,4 +1,4 @@
-"""A machine under Firecracker: started, adopted after a restart of the daemon, ended, swept up.
+"""A machine under Firecracker: started, saved and restored, adopted after a restart of the daemon, ended, swept up.
 
 In: a `MachineSpec`. Out: a `FirecrackerMachine`, or BootFailed with the step and nothing left behind. As root the VMM
 is started by its jailer, in a control group that says which process it is; an ordinary user's runs in bubblewrap's
@@ -23,7 +23,7 @@ import anyio.to_thread
 
 from sandboxd import trees
 from sandboxd.errors import BootFailed, SandboxError
-from sandboxd.vm import cgroups, child, drives, firecracker, jail, jailer, processes, seccomp, watch
+from sandboxd.vm import cgroups, child, drives, firecracker, jail, jailer, processes, saved_files, seccomp, watch
 from sandboxd.vm.cgroups import Group, Hierarchy
 from sandboxd.vm.child import Child, ChildError
 from sandboxd.vm.firecracker import Arch, Names, Request
@@ -68,7 +68,8 @@ class FirecrackerMachine:
         self.spec_id = id
         self.programs = (Program(process.pid, process.start_ticks),)
         self.vsock_path = root / Names.VSOCK
-        self._directory, self._pidfds, self._child, self._group = directory, list(pidfds), started, group
+        self._directory, self._root = directory, root
+        self._pidfds, self._child, self._group = list(pidfds), started, group
         self._held = held
         self._console = bytearray()
         self._ending = anyio.Lock()
@@ -91,18 +92,41 @@ class FirecrackerMachine:
     async def terminate(self) -> None:
         with anyio.CancelScope(shield=True):
             async with self._ending:
-                if self._ended:
-                    return
-                gone = await anyio.to_thread.run_sync(_end, self._pidfds, self._group)
-                await self.console_tail()
-                self._ended = True
-                self._held.close()
-                if self._child is not None:
-                    self._child.close()
-                await anyio.to_thread.run_sync(_clean, self._directory)
-                if not gone:
-                    raise SandboxError(f"{self.spec_id}: a process did not end in {processes.END_S:.0f} s")
+                if not self._ended:
+                    await self._end()
+
+    async def save(self, spec: MachineSpec, kept: Path) -> None:
+        """As `snapshot`, but what failed is raised as it is, and leaves machine and files where they are."""
+        root = _open_directory(self._root)
+        try:
+            client = Client(root)
+            for call in firecracker.snapshot_requests(spec.memory_mb):
+                await client.send(call)
+            with anyio.CancelScope(shield=True):
+                async with self._ending:
+                    if self._ended:
+                        raise SandboxError("it was ended meanwhile")
+                    await self._end(partial(saved_files.take_out, root, kept, spec.uid, spec.memory_mb))
+        finally:
+            os.close(root)
+
+    async def _end(self, take_out: Callable[[], None] = lambda: None) -> None:
+        """What is wanted of its files is taken out in between: no process of it is left, its jail still is."""
+        gone = await anyio.to_thread.run_sync(_end, self._pidfds, self._group)
+        try:
+            if gone:
+                await anyio.to_thread.run_sync(take_out)
+        finally:
+            await self.console_tail()
+            self._ended = True
+            self._held.close()
+            if self._child is not None:
+                self._child.close()
+            await anyio.to_thread.run_sync(_clean, self._directory)
+            if gone:
                 processes.remove_record(self._directory)
+        if not gone:
+            raise SandboxError(f"{self.spec_id}: a process did not end in {processes.END_S:.0f} s")
 
 
 async def start(spec: MachineSpec, tools: Tools) -> FirecrackerMachine:
@@ -112,6 +136,38 @@ async def start(spec: MachineSpec, tools: Tools) -> FirecrackerMachine:
         raise BootFailed(why, None, b"")
     calls = firecracker.requests(spec, tools.version, tools.arch, spec.tap_name or None, spec.console)
     return await _Starting(spec, tools).run(calls)
+
+
+async def snapshot(machine: FirecrackerMachine, spec: MachineSpec, directory: Path) -> None:
+    """Saves what the machine has in memory to `directory`, which is made, and ends it: a VMM that goes on could go on
+    writing to what it has saved, and in some versions nobody reaches a guest that is resumed in place. Whoever wants
+    it to go on restores it. To what is saved belong its drives, as they are when this returns: those are the caller's
+    to keep. Raises SandboxError with no machine and no directory left."""
+    new = directory.with_name(f"{directory.name}.new")  # what has its name is whole
+    try:
+        await anyio.to_thread.run_sync(saved_files.make_room, new, directory)
+        await machine.save(spec, new)
+        new.rename(directory)
+    except (CallFailed, SandboxError, OSError) as fault:
+        why = jailer.reason(fault) if isinstance(fault, OSError) else fault
+        raise SandboxError(f"{spec.id} could not be saved: {why}") from fault
+    finally:
+        with anyio.CancelScope(shield=True):
+            await machine.terminate()
+            await anyio.to_thread.run_sync(trees.remove, new)
+
+
+async def restore(
+    spec: MachineSpec, tools: Tools, directory: Path, replaced: Sequence[int] = ()
+) -> FirecrackerMachine:  # fmt: skip
+    """As `start`, from what `snapshot` left in `directory`. Any number may run from it at once: each maps its memory
+    and writes to none of it. A drive is the saved one, or a copy of it; those with an index in `replaced` are others,
+    and the guest has not used them. Processors, and whether there is an interface, are those of the snapshot. The guest
+    has the clock and the secrets of the one that was saved until `configure` gives it others."""
+    if (why := firecracker.unsupported(spec)) is not None:
+        raise BootFailed(why, None, b"")
+    calls = firecracker.load_requests(spec, tools.version, spec.tap_name or None, replaced)
+    return await _Starting(spec, tools, directory).run(calls)
 
 
 async def adopt(directory: Path, id: str, tools: Tools) -> FirecrackerMachine | None:
@@ -163,10 +219,15 @@ def limits(spec: MachineSpec) -> cgroups.Limits:
 class _Starting:
     """A machine on its way: what there is to keep, or to undo."""
 
-    def __init__(self, spec: MachineSpec, tools: Tools) -> None:
+    def __init__(self, spec: MachineSpec, tools: Tools, saved: Path | None = None) -> None:
         if (os.geteuid() == 0) != (spec.uid is not None):
             raise ValueError("a VMM of root's has a uid of its own, and only one of root's")
         self._spec, self._tools = spec, tools
+        self._images = [("the kernel", spec.kernel, Names.KERNEL), ("the initramfs", spec.initramfs, Names.INITRAMFS)]
+        self._saved = saved is not None
+        if saved is not None:
+            for name, what in saved_files.NAMES.items():
+                self._images.append((f"the saved {what}", saved / name, name))
         self._step = ""
         self._held = ExitStack()
         self._child: Child | None = None
@@ -210,12 +271,15 @@ class _Starting:
             process = await self._hold(self._child)
             record = Record(spec.id, jail.marker(self._tools.instance, spec.id), (process,))
             processes.write_record(spec.directory, record)
-            client = Client(self._directory_fd(self._root))
+            root = self._directory_fd(self._root)
+            client = Client(root)
             self._step = f"waiting for {VMM}'s API"
             await self._unless_ended(client.listening)
         for call in calls:
             self._step = call.step
             await self._unless_ended(partial(client.send, call))
+        if self._saved:
+            saved_files.unname(root)
         held, self._held = self._held, ExitStack()
         return FirecrackerMachine(
             spec.id, spec.directory, process, self._pidfds, self._child, self._group, self._root, held
@@ -225,10 +289,12 @@ class _Starting:
         """(open file, name in the jail, read-only). The drives stay open, and locked, as long as the machine."""
         spec = self._spec
         files = []
-        for what, path, name in (
-            ("the kernel", spec.kernel, Names.KERNEL), ("the initramfs", spec.initramfs, Names.INITRAMFS),
-        ):  # fmt: skip
-            files.append((drives.open_image(brief, what, Drive(path, True)), str(name), True))
+        for what, path, name in self._images:
+            fd = drives.open_image(brief, what, Drive(path, True))
+            why = saved_files.size_fault(name, os.fstat(fd).st_size, spec.memory_mb)
+            if why is not None:
+                raise BootFailed(f"opening {what}: {why}", None, b"")
+            files.append((fd, str(name), True))
         for index, drive in enumerate(spec.drives):
             fd = drives.open_image(self._held, f"drive {index}", drive)
             files.append((fd, firecracker.drive(index), drive.read_only))
@@ -287,8 +353,7 @@ class _Starting:
             uid=None,
             limits=_limits(spec, tools, largest),
             files=(
-                (spec.kernel, f"{HOME}/{Names.KERNEL}"),
-                (spec.initramfs, f"{HOME}/{Names.INITRAMFS}"),
+                *((path, f"{HOME}/{name}") for _, path, name in self._images),
                 *((drive.path, inside) for drive, inside in named if drive.read_only),
             ),
             devices=((KVM, str(KVM)),) if KVM.exists() else (),
@@ -340,7 +405,7 @@ class _Starting:
             raise ChildError(faults[0] if ended else faults[-1])
 
     def _directory_fd(self, path: Path) -> int:
-        fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = _open_directory(path)
         self._held.callback(os.close, fd)
         return fd
 
@@ -409,6 +474,10 @@ def _end(pidfds: Sequence[int], group: Group | None) -> bool:
 def _clean(directory: Path) -> None:
     """Removes the jail, following nothing in it. The drives have other names elsewhere."""
     trees.remove(directory / jailer.DIRECTORY)
+
+
+def _open_directory(path: Path) -> int:
+    return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def _take_back(fd: int) -> None:

@@ -450,6 +450,8 @@ class Vmm:
                 if self._saved is not None:
                     raise Refused("Create snapshot error: The stand-in cannot save a guest that was not resumed.")
                 await self._running().save(memory)
+                # What QEMU writes leaves out empty pages; the real file is as long as the memory.
+                os.ftruncate(memory, (DEFAULT_MACHINE | self._machine)["mem_size_mib"] << 20)
                 os.write(state, json.dumps({"format": SNAPSHOT_FORMAT, **self._configuration()}).encode())
             finally:
                 os.close(state)
