@@ -303,6 +303,8 @@ def test_a_killed_starters_machines_are_adopted_or_swept(bootable: Path, tools: 
         await machine.terminate()
         (pid,) = pids["half_1"]
         os.kill(pid, signal.SIGKILL)
+        while not is_ended(pid):  # noqa: ASYNC110
+            await anyio.sleep(0.01)
         assert await firecracker_machine.adopt(bootable / "half_1", "half_1", tools) is None
 
     anyio.run(main)
