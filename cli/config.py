@@ -65,8 +65,8 @@ class Config:
 
 
 def directory(project: str | None) -> Path:
-    """Where a project's settings are looked for from."""
-    return Path(project) if project else Path(".")
+    """The one that --project names, else the current one. A shell leaves the ~ of `--project=~/x` to us."""
+    return Path(os.path.expanduser(project or "."))
 
 
 def load(environ: Mapping[str, str], start: Path, file: str | None = None, asked_profile: str | None = None) -> Config:

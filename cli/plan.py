@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from cli import bind, bucket, checkpoint, identity, network, profile, repository, secrets, snapshot, templates, volume
 from cli.agents.table import Agent
 from cli.bucket import Mirror
-from cli.config import Config, Secret
+from cli.config import Config, Secret, directory
 from cli.githard import NOBODY, NOWHERE, Place
 from sandboxd.client import Create
 from sandboxd.envnames import ENV_NAME, RESERVED_ENV
@@ -117,7 +117,7 @@ def of(
         command=tuple(args["CMD"]),
         create=create,
         network=wanted,
-        project=Path(args["--project"]) if args["--project"] else None,
+        project=directory(args["--project"]) if args["--project"] else None,
         workspace=not (args["--no-workspace"] or create.snapshot_id or create.bind),
         bring_back=not args["--no-bring-back"],
         keep=args["--keep"],
@@ -172,7 +172,7 @@ def _identity(args: Mapping[str, Any], environ: Mapping[str, str]) -> Mapping[st
     """Whose name commits in the sandbox bear: nobody's, or with --git the person's as git has it here."""
     if not args["--git"]:
         return NOBODY
-    found = repository.locate(Path(args["--project"] or "."))
+    found = repository.locate(directory(args["--project"]))
     return identity.of(Place(found.git_dir, found.top) if found else NOWHERE, environ)
 
 

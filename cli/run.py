@@ -110,5 +110,5 @@ def parsed(flags: Sequence[str], command: Sequence[str]) -> dict[str, Any]:
 
 def settings(args: dict[str, Any]) -> config.Config:
     """Those in force for a run with these arguments. The project's own are those of what becomes /workspace."""
-    project = config.directory(args["--project"] or os.path.expanduser(args["--bind"] or ""))
+    project = config.directory(args["--project"] or args["--bind"])
     return config.load(os.environ, project, args["--config"], args["--profile"])

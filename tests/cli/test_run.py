@@ -93,8 +93,9 @@ def test_outside_a_repository_and_without_one(person: Person, rig: Rig) -> None:
     )
     without = run(person, "--no-workspace", script="pwd; ls /workspace")
     assert (without.stdout, without.stderr) == (b"/sandbox/home\n", b"")
-    elsewhere = person.run("run", "--project", "project", "--", "ls")
-    assert elsewhere.stdout == b"hello.txt\n"
+    for where in ("--project=project", "--project=~/project"):  # of the latter a shell leaves the ~ to us
+        elsewhere = person.run("run", where, "--", "ls")
+        assert elsewhere.stdout == b"hello.txt\n", elsewhere.stderr
 
 
 def test_no_bring_back_and_keep(person: Person, project: Path, rig: Rig) -> None:
