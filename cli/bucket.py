@@ -11,6 +11,7 @@ digits of the smallest of its first commits, the time is UTC.
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,7 +44,8 @@ class MirrorError(SandboxError):
 class Mirror:
     """`endpoint` is "" for Amazon's own; `*_env` are names of variables, whose values are looked up when needed.
 
-    `every_checkpoint` says whether checkpoints are uploaded too. `prefix` is empty or ends with a slash.
+    `every_checkpoint` says whether checkpoints are uploaded too. `prefix` is empty or ends with a slash. `config` is
+    the file that a person named with --config, "" where there was none.
     """
 
     bucket: str
@@ -56,6 +58,12 @@ class Mirror:
     session_token_env: str = "AWS_SESSION_TOKEN"  # noqa: S105
     every_checkpoint: bool = False
     max_object_mb: int = 2048
+    config: str = ""
+
+    @property
+    def named(self) -> str:
+        """The words, a blank before them, with which a command finds these settings again."""
+        return f" --config={shlex.quote(self.config)}" if self.config else ""
 
     @property
     def most_bytes(self) -> int:
@@ -80,8 +88,9 @@ class Object:
         return f"{day[:4]}-{day[4:6]}-{day[6:]}T{clock[:2]}:{clock[2:4]}:{clock[4:]}"
 
 
-def of(given: Mapping[str, object]) -> Mirror | None:
-    """The mirror in the person's settings, None where there is none; raises MirrorError with every fault."""
+def of(given: Mapping[str, object], file: str | None = None) -> Mirror | None:
+    """The mirror in the person's settings, None where there is none; raises MirrorError with every fault. `file` is
+    --config's."""
     if not given:
         return None
     from sandboxd import plain_yaml  # loads the YAML reader, which most runs do not need
@@ -106,6 +115,7 @@ def of(given: Mapping[str, object]) -> Mirror | None:
         session_token_env=s3.take("session_token_env", "AWS_SESSION_TOKEN", _fits(ENV_NAME), "a variable's name"),
         every_checkpoint=upload == "all",
         max_object_mb=most,
+        config=file or "",
     )
     s3.done()
     whole.done()
@@ -116,7 +126,7 @@ def of(given: Mapping[str, object]) -> Mirror | None:
 
 def in_force(environ: Mapping[str, str], project: Path, file: str | None = None) -> Mirror | None:
     """The mirror of the person who works in `project`; `file` is --config's."""
-    return of(config.load(environ, project, file).mirror)
+    return of(config.load(environ, project, file).mirror, file)
 
 
 def name(mirror: Mirror, root: str, sandbox: str, kind: str, commit: str, when: float) -> Object:

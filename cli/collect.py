@@ -132,7 +132,7 @@ def to_mirror(mirror: Mirror, config: Path, repo: Repository, sandbox: str, rece
     show.note(said)
     if not done:
         name = received.ref.removeprefix(f"{bringback.REFS}/")
-        show.note(f"try again with: sandbox-cli mirror push {shlex.quote(name)}")
+        show.note(f"try again with: sandbox-cli mirror push{mirror.named} {shlex.quote(name)}")
 
 
 def tell(gathered: Gathered, received: Received | None, base: str, review: Review) -> None:
@@ -142,18 +142,14 @@ def tell(gathered: Gathered, received: Received | None, base: str, review: Revie
     if received is None:
         show.note("no new commits: nothing to bring back")
         return
-    ref, start = shlex.quote(received.ref), base[: bringback.SHORT]
     many = "1 commit" if received.commits == 1 else f"{received.commits} commits"
     show.note(f"brought back {many} to {received.ref}")
     if received.replaced:
         show.note(f"it pointed to {received.replaced} before, which the new commits do not build on")
         kept = shlex.quote(f"{received.ref.removeprefix(bringback.REFS + '/')}-before")
         show.note(f"the former work is kept nowhere else: git branch {kept} {received.replaced}")
-    show.note(f"review: git log {start}..{ref}")
-    show.note(f"or: git diff {start} {ref}")
-    for line in gate.lines(review):
+    for line in gate.told(base, received.ref, review):
         show.note(line)
-    show.note(f"merge: git merge {ref}")
 
 
 def result(received: Received | None, review: Review) -> dict[str, Any]:

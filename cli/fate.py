@@ -7,12 +7,11 @@ is not known is said to be unknown.
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from enum import StrEnum
 
 from cli import gate
-from cli.bringback import CHECKPOINTS, REFS, SHORT
+from cli.bringback import CHECKPOINTS, REFS
 from cli.gate import NOTHING, Review
 from cli.session import Session
 
@@ -125,10 +124,5 @@ def _of_checkpoint(record: Session, held: Held, ref: str) -> list[str]:
 def _of_ref(record: Session, ref: str, sandbox: str) -> list[tuple[str, str]]:
     found = []
     if ref:
-        quoted = shlex.quote(ref)
-        found = [
-            ("review", f"git log {record.base[:SHORT]}..{quoted}"),
-            ("or", f"git diff {record.base[:SHORT]} {quoted}"),
-            ("merge", f"git merge {quoted}"),
-        ]
+        found = gate.steps(record.base, ref)
     return [*found, ("done with it", f"sandbox-cli recover forget {sandbox}")]

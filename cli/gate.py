@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import tempfile
 import time
 import unicodedata
@@ -21,6 +22,7 @@ from typing import IO, Any, NamedTuple
 
 from cli import aliases, executed, gitconfig, githard, manifests
 from cli.aliases import Aliases
+from cli.bringback import SHORT
 from cli.githard import Bounds, GitError
 from cli.repository import Repository
 from sandboxd.termsafe import clean
@@ -131,6 +133,22 @@ def lines(review: Review, heading: str = BEFORE_MERGE) -> list[str]:
     if review.unseen:
         said.append(f"what would run outside the sandbox could not be listed whole: {review.unseen}")
     return said
+
+
+def steps(base: str, ref: str) -> list[tuple[str, str]]:
+    """The commands that look at what came back and take it, each with what it is for."""
+    start, quoted = base[:SHORT], shlex.quote(ref)
+    return [
+        ("review", f"git log {start}..{quoted}"),
+        ("or", f"git diff {start} {quoted}"),
+        ("merge", f"git merge {quoted}"),
+    ]
+
+
+def told(base: str, ref: str, review: Review) -> list[str]:
+    """What the person reads behind the news that something came back: the review before the merge."""
+    *looks, merge = (f"{what}: {command}" for what, command in steps(base, ref))
+    return [*looks, *lines(review), merge]
 
 
 def as_json(review: Review) -> dict[str, Any]:

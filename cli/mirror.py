@@ -28,7 +28,6 @@ Options:
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -48,7 +47,7 @@ FLEET = "fleet/"
 
 def main(args: dict[str, Any]) -> int:
     project = config.directory(args["--project"])
-    mirror = bucket.of(config.load(os.environ, project, args["--config"]).mirror)
+    mirror = bucket.in_force(os.environ, project, args["--config"])
     if mirror is None:
         where = clean(str(config.user_file(os.environ)))
         raise MirrorError(f"no mirror is set up: write `mirror` into {where} (see docs/mirror.md)")
@@ -69,7 +68,8 @@ def _check(mirror: Mirror, store: Store, as_json: bool) -> int:
     mirrored.try_out(mirror, store)
     where = mirror.endpoint or f"Amazon S3, {mirror.region}"
     if as_json:
-        show.as_json(asdict(mirror) | {"written": True, "read": True})
+        shown = {key: value for key, value in asdict(mirror).items() if key != "config"}
+        show.as_json(shown | {"written": True, "read": True})
         return 0
     show.line(f"bucket {mirror.bucket} at {where}: listed, written and read with {mirror.access_key_env}")
     show.line(f"objects begin with '{mirror.prefix}' and have {mirror.max_object_mb} MiB at most")
@@ -143,12 +143,9 @@ def _fetch(mirror: Mirror, store: Store, repo: Repository, given: str, as_json: 
         show.as_json({"key": wanted.key, "recorded": recorded} | asdict(received) | gate.as_json(review))
     if not recorded:
         show.note("nothing here remembers this upload: that it is what came back, only the bucket says")
-    ref = shlex.quote(received.ref)
     show.note(f"fetched {received.commit} to {received.ref}")
     if received.replaced:
         show.note(f"it pointed to {received.replaced} before, which this does not build on")
-    show.note(f"review: git log {base[:SHORT]}..{ref}")
-    for line in gate.lines(review):
+    for line in gate.told(base, received.ref, review):
         show.note(line)
-    show.note(f"merge: git merge {ref}")
     return 0

@@ -191,7 +191,7 @@ class Run:
         show.note(f"what it writes: sandbox-cli logs {self._ref}")
         show.note(f"attach: sandbox-cli attach {self._ref}")
         if self._repo and self._plan.bring_back:
-            show.note(f"bring its commits back: sandbox-cli bring-back {self._ref}")
+            show.note(f"bring its commits back: {self._bring_back()}")
         show.note(f"end it: sandbox-cli kill {self._ref}")
 
     def _attached(self, client: Client, process: Process) -> Outcome:
@@ -294,7 +294,11 @@ class Run:
 
     def _hint_bring_back(self) -> None:
         if self._repo and self._plan.bring_back:
-            show.note(f"try again with: sandbox-cli bring-back {self._ref}")
+            show.note(f"try again with: {self._bring_back()}")
+
+    def _bring_back(self) -> str:
+        named = self._plan.mirror.named if self._plan.mirror else ""
+        return f"sandbox-cli bring-back{named} {self._ref}"
 
     def _end(self, client: Client) -> None:
         if self._keep:

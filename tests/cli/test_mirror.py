@@ -524,6 +524,7 @@ def test_a_run_uploads_and_another_clone_fetches(person: Person, repo: Repositor
     assert said[0] == "nothing here remembers this upload: that it is what came back, only the bucket says"
     assert "- Makefile (added): make, just, task or another tool runs it" in said
     assert said[-1] == f"merge: git merge refs/sandbox/mirror/{sandbox}"
+    assert f"or: git diff {repo.head_commit[:12]} refs/sandbox/mirror/{sandbox}" in said
     as_json = json.loads(person.run("mirror", "fetch", key, "--json", cwd=top, **KEYS).stdout)
     assert (as_json["key"], as_json["commit"], as_json["recorded"]) == (key, commit, False)
     pushed = person.run("mirror", "push", "up", cwd=top, **KEYS)
@@ -551,6 +552,12 @@ def test_settings_that_are_named_hold_for_bringing_back_too(person: Person, repo
     assert made.returncode == 0, made.stderr
     done = person.run("bring-back", "--config", str(named), "kept", cwd=repo.top, **KEYS)
     assert notes(done)[-1].startswith("mirrored: team/"), done.stderr
+    hint = notes(person.run("bring-back", "--config", str(named), "kept", cwd=repo.top))[-1]
+    assert hint == f"try again with: sandbox-cli mirror push --config={named} kept"
+    again = person.run("run", "--config", str(named), "--name=x", "--", "sh", "-c", "echo x > x", cwd=repo.top)
+    assert notes(again)[-1] == f"try again with: sandbox-cli mirror push --config={named} x"
+    left = person.run("run", "-d", "--config", str(named), "--name=bg", "--", "true", cwd=repo.top)
+    assert f"bring its commits back: sandbox-cli bring-back --config={named} bg" in notes(left)
     without = person.run("bring-back", "kept", cwd=repo.top, **KEYS)
     assert (without.returncode, b"mirrored" in without.stderr) == (0, False)
     refused = person.run("attach", "--checkpoint-every=1s", "--config=absent.yaml", "kept", cwd=repo.top, **KEYS)
