@@ -125,8 +125,9 @@ class Group:
                 except FileNotFoundError:
                     break
                 except OSError as fault:
-                    # The kernel takes a moment over processes that were waited for just now.
-                    if fault.errno != errno.EBUSY or time.monotonic() > deadline:
+                    # The kernel takes a moment over processes that were waited for just now. Or one came meanwhile,
+                    # on its way in when the daemon that started it was killed.
+                    if fault.errno != errno.EBUSY or time.monotonic() > deadline or not self.end():
                         return False
                     time.sleep(0.01)
                 else:

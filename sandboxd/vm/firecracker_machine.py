@@ -192,7 +192,8 @@ async def adopt(directory: Path, id: str, tools: Tools) -> FirecrackerMachine | 
 
 
 def sweep(sandboxes_dir: Path, known_ids: Collection[str], tools: Tools) -> set[str]:
-    """Ends every VMM of our instance whose id is not in `known_ids`; returns the ids found. Blocking."""
+    """Ends every VMM of our instance whose id is not in `known_ids`; returns the ids found. Called with the lock of the
+    state directory held. Blocking."""
     ended: set[str] = set()
     if tools.groups is not None:
         for id in tools.groups.ids(tools.instance) - set(known_ids):
@@ -201,7 +202,7 @@ def sweep(sandboxes_dir: Path, known_ids: Collection[str], tools: Tools) -> set[
                 ended.add(id)
             group.remove()
     else:
-        ended |= processes.end_marked(tools.instance, lambda id: id not in known_ids, {os.getuid()})
+        ended |= processes.sweep_marked(tools.instance, lambda id: id not in known_ids, {os.getuid()})
     with suppress(FileNotFoundError):
         for directory in sorted(sandboxes_dir.iterdir()):
             if directory.name not in known_ids and directory.is_dir() and not directory.is_symlink():

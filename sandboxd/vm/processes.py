@@ -27,6 +27,7 @@ RECORD = "vm.json"
 RECORD_VERSION = 1
 RECORD_LIMIT = 64 * 1024
 END_S = 5.0
+SETTLE_S = 0.2
 _JAILERS = {b"prlimit", b"unshare", b"sh", b"bwrap", b"setpriv"}
 
 
@@ -147,6 +148,15 @@ def end_marked(instance: str, ids: Callable[[str], bool], uids: Collection[int])
             return ended
         end(held)
     return ended
+
+
+def sweep_marked(instance: str, ids: Callable[[str], bool], uids: Collection[int]) -> set[str]:
+    """The same after a daemon was killed, by another one that holds the lock of the state directory. A child between
+    fork and exec bears no mark yet, but it holds that lock until it closes what it will not pass on. Exec is the next
+    thing it does, so a second look SETTLE_S later finds it marked."""
+    ended = end_marked(instance, ids, uids)
+    time.sleep(SETTLE_S)
+    return ended | end_marked(instance, ids, uids)
 
 
 def end(pidfds: Iterable[int]) -> bool:

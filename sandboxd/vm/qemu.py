@@ -15,10 +15,8 @@ import logging
 import os
 import socket
 import stat
-import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -38,7 +36,6 @@ START_S = 20.0
 CONNECT_S = 5.0
 RETRY_S = 5.0
 EXITS_S = 0.5  # how long the second process of a machine may take to follow the first
-SETTLE_S = 0.2
 QMP_SOCKET = "qmp.sock"
 VSOCK_SOCKET = "vsock.sock"
 KVM_NODE = "kvm"
@@ -212,17 +209,11 @@ def sweep(sandboxes_dir: Path, known_ids: Collection[str], tools: Tools, uids: C
     """Ends every VMM and device process of our instance whose id is not in `known_ids`; returns the ids found.
 
     `uids` are those a root daemon gives to its machines; processes of any other uid but the daemon's own are
-    left alone, whatever their command line says. Takes SETTLE_S and some milliseconds, 2 END_S at most.
-
-    Called with the lock of the state directory held: a child that a killed daemon left between fork and exec bears
-    no mark yet, but it holds that lock until it closes what it will not pass on. Exec is the next thing it does,
-    so a second look SETTLE_S later finds it marked.
+    left alone, whatever their command line says. Called with the lock of the state directory held. Takes SETTLE_S and
+    some milliseconds, 2 END_S at most.
     """
     instance = tools.instance
-    unknown = partial(_is_unknown, known_ids)
-    ended = processes.end_marked(instance, unknown, {os.getuid(), *uids})
-    time.sleep(SETTLE_S)
-    ended |= processes.end_marked(instance, unknown, {os.getuid(), *uids})
+    ended = processes.sweep_marked(instance, lambda id: id not in known_ids, {os.getuid(), *uids})
     with suppress(FileNotFoundError):
         for directory in sorted(sandboxes_dir.iterdir()):
             if directory.name not in known_ids and directory.is_dir() and not directory.is_symlink():
@@ -371,10 +362,6 @@ def _kvm_node(spec: MachineSpec, accelerator: Accelerator) -> Path | None:
     os.mknod(node, stat.S_IFCHR | 0o600, os.stat(device).st_rdev)
     os.chown(node, spec.uid, spec.uid)
     return node
-
-
-def _is_unknown(known_ids: Collection[str], id: str) -> bool:
-    return id not in known_ids
 
 
 def _clean(directory: Path) -> None:

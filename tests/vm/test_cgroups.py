@@ -133,6 +133,22 @@ def test_a_group_that_was_left_is_made_anew(group: Group) -> None:
     assert cgroups.find().ids(INSTANCE) == {"one"}
 
 
+def test_who_comes_while_it_is_removed_is_ended_too(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    end = Group.end
+
+    def late(self: Group) -> bool:
+        looks.append(self)
+        return len(looks) == 1 or end(self)
+
+    with run(group, "import time; time.sleep(60)") as started:
+        while group.pids() != {started.pid}:
+            time.sleep(0.01)
+        monkeypatch.setattr(Group, "end", late)
+        assert group.remove()
+        assert started.wait(5) == -9
+
+
 def test_machines_that_come_and_go_at_once_do_not_meet(group: Group) -> None:
     others = [cgroups.find().group(f"{INSTANCE}-more", f"m{number}") for number in range(2)]
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from egress import link, plan
 from sandboxd import unixpath
 from sandboxd.assets import prepare, store
 from sandboxd.errors import BootFailed, SetupError
-from sandboxd.vm import cgroups, firecracker, firecracker_machine, processes
+from sandboxd.vm import cgroups, firecracker, firecracker_machine, jail, processes
 from sandboxd.vm.firecracker import Arch
 from sandboxd.vm.firecracker_machine import FirecrackerMachine, Tools
 from sandboxd.vm.firecracker_versions import parse
@@ -303,8 +304,9 @@ def test_a_killed_starters_machines_are_adopted_or_swept(bootable: Path, tools: 
         await machine.terminate()
         (pid,) = pids["half_1"]
         os.kill(pid, signal.SIGKILL)
-        while not is_ended(pid):  # noqa: ASYNC110
-            await anyio.sleep(0.01)
+        with anyio.fail_after(5):
+            while not is_ended(pid):  # noqa: ASYNC110
+                await anyio.sleep(0.01)
         assert await firecracker_machine.adopt(bootable / "half_1", "half_1", tools) is None
 
     anyio.run(main)
@@ -312,6 +314,44 @@ def test_a_killed_starters_machines_are_adopted_or_swept(bootable: Path, tools: 
         assert os.listdir(bootable / id) == ["scratch"]
     assert tools.groups.ids(INSTANCE) == set()
     assert until_none(standin) == []
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5])
+def test_after_a_starter_was_killed_at_any_moment_a_sweep_leaves_nothing(
+    bootable: Path, tools: Tools, standin: Standin, delay_s: float
+) -> None:
+    with starter(bootable, "swept_1", "hold", standin) as process:
+        assert says(process) == "go"
+        time.sleep(delay_s)
+        process.kill()
+    with open(bootable / "lock", "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    firecracker_machine.sweep(bootable, set(), tools)
+    assert tools.groups is not None
+    assert tools.groups.ids(INSTANCE) == set()
+    assert until_none(standin) == []
+    own = bootable / "swept_1"
+    assert not own.exists() or set(os.listdir(own)) <= {"scratch"}
+    # Whoever was on the way into the group sees that it is gone.
+    deadline = time.monotonic() + 5
+    while left := [line for line in command_lines() if os.fsencode(own) in line]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+
+
+def test_an_ordinary_users_child_that_bears_no_mark_yet_is_swept_too(top: Path, tools: Tools) -> None:
+    late = 'sleep 0.1; exec -a "$NAME" sleep 60'
+    name = f"{jail.marker(INSTANCE, 'late_1')}/firecracker"
+    with subprocess.Popen(["bash", "-c", late], env={"NAME": name, "PATH": "/usr/bin:/bin"}) as started:
+        try:
+            assert firecracker_machine.sweep(top / "none", set(), replace(tools, groups=None)) == {"late_1"}
+            assert started.wait(5) == -signal.SIGKILL
+        finally:
+            started.kill()
+
+
+def command_lines() -> list[bytes]:
+    return [b" ".join(processes.command_line(int(pid))) for pid in os.listdir("/proc") if pid.isdigit()]
 
 
 def test_an_ordinary_users_machine_boots_without_a_jailer(bootable: Path, top: Path, standin: Standin) -> None:
