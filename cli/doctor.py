@@ -93,7 +93,8 @@ class Report:
         """A profile that was asked for, and why a run with it cannot be had."""
         self.add("sandboxd", (f"profile {wanted}", [f"CANNOT be had: {why}" for why in lacks] or "can be had"))
         if lacks:
-            self._undeliverable = f"no run with profile {wanted} can be had here: see above, profile {wanted}"
+            where = f'see "profile {wanted}" in "sandboxd"' if self._quiet else f"see above, profile {wanted}"
+            self._undeliverable = f"no run with profile {wanted} can be had here: {where}"
 
     def fail(self, error: str) -> None:
         self.found["error"] = error

@@ -258,7 +258,8 @@ def test_a_profile_that_cannot_be_had_is_said_and_fails(rig: Rig, tmp_path: Path
     assert done.stderr == b"sandbox-cli: no run with profile prod can be had here: see above, profile prod\n"
     assert b"  profile prod    CANNOT be had: its network ceiling is none" in done.stdout
     found = json.loads(person.run("doctor", "--no-probe", "--profile", "prod", "--json").stdout)
-    assert found["sandboxd"]["profile prod"][0].startswith("CANNOT be had: ") and "error" in found
+    assert found["sandboxd"]["profile prod"][0].startswith("CANNOT be had: ")
+    assert found["error"] == 'no run with profile prod can be had here: see "profile prod" in "sandboxd"'
     assert person.run("doctor", "--no-probe").returncode == 0
     assert b"--profile x: it is dev or prod" in person.run("doctor", "--profile", "x").stderr
 
