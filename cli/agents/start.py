@@ -112,17 +112,6 @@ def headless(agent: Agent, prompt: str, extra: Sequence[str] = ()) -> tuple[str,
     return (*agent.headless, prompt, *agent.skip_permission, *extra)
 
 
-def console(agent: Agent, prompt: str | None = None, *, ask_nothing: bool = False) -> tuple[str, ...]:
-    """The agent's own arguments for a terminal, with a first prompt where it takes one."""
-    words = (*agent.console, *(agent.skip_permission if ask_nothing else ()))
-    if prompt is None:
-        return words
-    if not agent.seed:
-        raise SandboxError(f"{agent.name} takes no first prompt in a terminal: start it without one, and type it there")
-    _check_prompt(prompt)
-    return (*words, prompt)
-
-
 def _check_prompt(prompt: str) -> None:
     if not prompt.strip():
         raise SandboxError("the prompt is empty")

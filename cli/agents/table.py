@@ -41,10 +41,9 @@ class Agent(NamedTuple):
     """One agent's command line.
 
     `headless` is what precedes the prompt, None for an agent that works in a terminal only; `skip_permission` makes it
-    ask nothing; `console` precedes what opens it in a terminal, `seed` says whether a prompt may follow there;
-    `logins` are files relative to HOME; `env` are variables that are forwarded where the person has them, `forced`
-    those that are always set; `hosts` are the names it needs to work, `probe` the one whose answer says that its
-    provider is up, "" for no probe.
+    ask nothing; `logins` are files relative to HOME; `env` are variables that are forwarded where the person has them,
+    `forced` those that are always set; `hosts` are the names it needs to work, `probe` the one whose answer says that
+    its provider is up, "" for no probe.
     """
 
     name: str
@@ -52,8 +51,6 @@ class Agent(NamedTuple):
     source: Npm | Script | Release
     headless: tuple[str, ...] | None = None
     skip_permission: tuple[str, ...] = ()
-    console: tuple[str, ...] = ()
-    seed: bool = False
     logins: tuple[str, ...] = ()
     env: tuple[str, ...] = ()
     forced: Mapping[str, str] = {}
@@ -70,7 +67,7 @@ AGENTS: dict[str, Agent] = {
     for agent in (
         Agent(
             name="claude", binary="claude", source=Npm("@anthropic-ai/claude-code", "2.1.332"),
-            headless=("-p",), skip_permission=("--dangerously-skip-permissions",), seed=True,
+            headless=("-p",), skip_permission=("--dangerously-skip-permissions",),
             logins=(".claude/.credentials.json", ".claude.json"),
             env=(
                 "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_BASE_URL", "CLAUDE_CODE_USE_BEDROCK",
@@ -80,13 +77,13 @@ AGENTS: dict[str, Agent] = {
         ),
         Agent(
             name="codex", binary="codex", source=Npm("@openai/codex", "0.171.0"),
-            headless=("exec",), seed=True, logins=(".codex/auth.json",),
+            headless=("exec",), logins=(".codex/auth.json",),
             env=("CODEX_API_KEY", "OPENAI_API_KEY", "OPENAI_BASE_URL"),
             hosts=("api.openai.com",), probe="api.openai.com",
         ),
         Agent(
             name="gemini", binary="gemini", source=Npm("@google/gemini-cli", "0.61.0"),
-            headless=("-p",), skip_permission=("--yolo",), seed=True,
+            headless=("-p",), skip_permission=("--yolo",),
             logins=(".gemini/oauth_creds.json", ".gemini/google_accounts.json", ".gemini/settings.json"),
             env=(
                 "GEMINI_API_KEY", "GOOGLE_API_KEY", "GOOGLE_GENAI_USE_VERTEXAI", "GOOGLE_CLOUD_PROJECT",
@@ -103,7 +100,7 @@ AGENTS: dict[str, Agent] = {
         ),
         Agent(
             name="cline", binary="cline", source=Npm("cline", "3.0.65"),
-            headless=(), skip_permission=("--auto-approve", "true"), console=("-i",),
+            headless=(), skip_permission=("--auto-approve", "true"),
             env=_keys("ANTHROPIC", "CLINE", "OPENAI", "OPENROUTER", "AI_GATEWAY", "V0"),
         ),
         Agent(

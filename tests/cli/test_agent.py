@@ -126,32 +126,10 @@ def test_five_agents_work_without_a_person_and_the_others_say_so() -> None:
             start.headless(AGENTS[name], "x")
 
 
-@pytest.mark.parametrize(
-    ("agent", "prompt", "ask_nothing", "words"),
-    [
-        ("claude", "go", True, ["--dangerously-skip-permissions", "go"]),
-        ("codex", "go", True, ["go"]),
-        ("gemini", None, True, ["--yolo"]),
-        ("cline", None, False, ["-i"]),
-        ("cline", None, True, ["-i", "--auto-approve", "true"]),
-        ("goose", None, False, []),
-    ],
-)
-def test_in_a_terminal(agent: str, prompt: str | None, ask_nothing: bool, words: list[str]) -> None:
-    assert list(start.console(named(agent), prompt, ask_nothing=ask_nothing)) == words
-
-
-@pytest.mark.parametrize("agent", ["opencode", "cline"])
-def test_an_agent_that_takes_no_first_prompt_in_a_terminal(agent: str) -> None:
-    with pytest.raises(SandboxError, match=f"^{agent} takes no first prompt in a terminal"):
-        start.console(named(agent), "go")
-
-
 @pytest.mark.parametrize("prompt", ["", "  \n", "-p", "--help", "a\0b"])
 def test_a_prompt_that_would_be_taken_for_something_else(prompt: str) -> None:
-    for words in (start.headless, start.console):
-        with pytest.raises(SandboxError, match=r"^the prompt "):
-            words(named("claude"), prompt)
+    with pytest.raises(SandboxError, match=r"^the prompt "):
+        start.headless(named("claude"), prompt)
 
 
 def test_every_agent_is_at_one_version_or_says_why_not() -> None:
