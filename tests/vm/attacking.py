@@ -20,6 +20,7 @@ from typing import Any
 import anyio
 
 from sandboxd import unixpath
+from sandboxd.errors import SandboxError
 from sandboxd.vm import cgroups, commands, firecracker_machine, jail, jailer, qemu
 from sandboxd.vm.commands import Accelerator
 from sandboxd.vm.firecracker import Arch
@@ -123,7 +124,15 @@ async def run(backend: str, directory: Path, program: Path, launcher: Path, inst
         result.console_s = time.monotonic() - started
         again = await module.adopt(spec.directory, spec.id, tools)
         result.adopted = again is not None
-        if again is not None:
+        if again is not None and backend != "qemu":
+            result.reached["snapshot"] = "taken"
+            try:
+                await firecracker_machine.snapshot(again, spec, directory / "kept")
+            except SandboxError:
+                result.reached["snapshot"] = "refused"
+            left = [entry.name for entry in os.scandir(directory) if entry.name.startswith("kept")]
+            result.reached |= {name: "left" for name in left}
+        elif again is not None:
             await again.terminate()
     finally:
         await machine.terminate()
