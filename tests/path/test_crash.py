@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxd.client import Create, Unreachable
+from sandboxd.client import Create, Sandbox, Unreachable
 from sandboxd.errors import ApiError
 from tests.conftest import counts, git
 from tests.daemon import BIN, Daemon
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.vm
 
 def test_the_daemon_killed_at_random_moments_of_a_create(short_tmp: Path, seed: random.Random) -> None:
     with Daemon(short_tmp / "crash") as daemon:
-        for _ in range(counts(4, 25)):
+        for _ in range(counts(3, 25)):
             client = subprocess.Popen(
                 [str(BIN / "sandbox-cli"), "run", "--memory", "512", "--", "sleep", "60"],
                 env=daemon.environment(), cwd="/", stdin=subprocess.DEVNULL,
@@ -59,7 +59,7 @@ def test_the_cli_killed_at_random_moments_leaves_the_repository_whole(
     daemon: Daemon, repository: Path, seed: random.Random
 ) -> None:
     before = git(repository, "for-each-ref")
-    for _ in range(counts(4, 30)):
+    for _ in range(counts(2, 30)):
         known = {sandbox.id for sandbox in daemon.client.sandboxes()}
         client = subprocess.Popen(
             [str(BIN / "sandbox-cli"), "run", "--memory", "512", "--name", "killed", "--", "sh", "-c", "echo x > x"],
@@ -82,9 +82,8 @@ def test_the_cli_killed_at_random_moments_leaves_the_repository_whole(
     assert git(repository, "for-each-ref") == before
 
 
-def test_a_vmm_that_dies_ends_its_sandbox_and_nothing_else(daemon: Daemon) -> None:
+def test_a_vmm_that_dies_ends_its_sandbox_and_nothing_else(daemon: Daemon, shared: Sandbox) -> None:
     victim = daemon.client.create(Create(memory_mb=512))
-    other = daemon.client.create(Create(memory_mb=512))
     marker = os.fsencode(victim.id)
     pids = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _names(p, marker, b"qemu")]
     assert pids
@@ -97,8 +96,7 @@ def test_a_vmm_that_dies_ends_its_sandbox_and_nothing_else(daemon: Daemon) -> No
     while daemon.client.get(victim.id).state == "running" and time.monotonic() < deadline:
         time.sleep(0.1)
     assert daemon.client.get(victim.id).state == "terminated"
-    assert daemon.client.run(other.id, ["echo", "fine"]).stdout == b"fine\n"
-    daemon.client.delete(other.id)
+    assert daemon.client.run(shared.id, ["echo", "fine"]).stdout == b"fine\n"
 
 
 def _names(process: Path, *words: bytes) -> bool:
@@ -110,7 +108,7 @@ def _names(process: Path, *words: bytes) -> bool:
 
 
 def test_deleting_during_a_create_leaves_nothing(daemon: Daemon, seed: random.Random) -> None:
-    for _ in range(counts(3, 25)):
+    for _ in range(counts(2, 25)):
         client = subprocess.Popen(
             [str(BIN / "sandbox-cli"), "run", "-d", "--memory", "512", "--label", "short=1", "--", "sleep", "60"],
             env=daemon.environment(), cwd="/", stdin=subprocess.DEVNULL,

@@ -203,7 +203,7 @@ def test_real_machines_made_and_deleted_leave_nothing(own: Daemon) -> None:
     cycle()
     time.sleep(1)
     before = held()
-    for _ in range(counts(2, 50)):
+    for _ in range(counts(1, 50)):
         cycle()
     deadline = time.monotonic() + 20
     while held()[0] > before[0] and time.monotonic() < deadline:

@@ -142,7 +142,7 @@ def test_egress_killed_during_traffic(victim: Guest, own: Daemon, seed: random.R
 
     before = address()
     with insisting(victim, 900):
-        for _ in range(counts(4, 50)):
+        for _ in range(counts(2, 50)):
             (pid,) = wait_for_one(own, part)
             os.kill(pid, signal.SIGKILL)
             time.sleep(seed.uniform(0.05, 2))
