@@ -1,8 +1,9 @@
 """Starts machines in a process of its own, so that tests can kill the starter, or be another user.
 
-`python -m tests.vm.starting DIRECTORY IDS INSTANCE hold|ping [STANDIN]`: says "go" before it starts the machines and
-"started" after, and meanwhile has a lock on DIRECTORY/lock; `hold` then waits to be killed, `ping` asks guestd of each
-and ends it. With STANDIN, the directory of the stand-ins, it is the Firecracker backend that starts them.
+`python -m tests.vm.starting DIRECTORY IDS INSTANCE hold|ping|restore [STANDIN]`: says "go" before it starts the
+machines and "started" after, and meanwhile has a lock on DIRECTORY/lock; `hold` then waits to be killed, `ping` asks
+guestd of each and ends it, `restore` saves and restores it in between, and asks again. With STANDIN, the directory of
+the stand-ins, it is the Firecracker backend that starts them.
 """
 
 from __future__ import annotations
@@ -115,7 +116,12 @@ async def main(directory: Path, ids: str, instance: str, what: str, *standin: st
     if what == "hold":
         await anyio.sleep_forever()
     for machine in machines:
-        if what == "ping":
+        if what in ("ping", "restore"):
+            print((await ping(machine)).decode().strip(), flush=True)
+        if what == "restore":
+            assert isinstance(machine, firecracker_machine.FirecrackerMachine)
+            await firecracker_machine.snapshot(machine, described, directory / "kept")
+            machine = await firecracker_machine.restore(described, found, directory / "kept")
             print((await ping(machine)).decode().strip(), flush=True)
         await machine.terminate()
 

@@ -354,7 +354,7 @@ def command_lines() -> list[bytes]:
     return [b" ".join(processes.command_line(int(pid))) for pid in os.listdir("/proc") if pid.isdigit()]
 
 
-def test_an_ordinary_users_machine_boots_without_a_jailer(bootable: Path, top: Path, standin: Standin) -> None:
+def test_an_ordinary_users_machine_boots_and_is_restored(bootable: Path, top: Path, standin: Standin) -> None:
     home = top / "home"
     home.mkdir()
     os.chown(home, USER, USER)
@@ -363,15 +363,18 @@ def test_an_ordinary_users_machine_boots_without_a_jailer(bootable: Path, top: P
         (bootable / name).chmod(0o644)
     standin.companion.chmod(0o666)
     user = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"]
-    with starter(home, "box", "ping", standin, *user) as process:
+    with starter(home, "box", "restore", standin, *user) as process:
         said = says(process)
         if not said:
             pytest.skip(f"an ordinary user cannot run {sys.executable}")
         assert (said, says(process)) == ("go", "started")
         owners = {os.stat(f"/proc/{pid}").st_uid for _, pid in processes.marked(INSTANCE, {USER})}
         assert owners == {USER}
-        assert '"ok":true' in says(process).replace(" ", "")
+        for _ in ("booted", "restored"):
+            assert '"ok":true' in says(process).replace(" ", "")
         assert process.wait(20) == 0
     assert list(processes.marked(INSTANCE, {USER})) == []
+    kept = [(home / "kept" / name).stat() for name in ("memory", "snapshot")]
+    assert [(file.st_uid, stat.S_IMODE(file.st_mode)) for file in kept] == [(USER, 0o400)] * 2
     assert os.listdir(home / "box") == ["scratch"]
     assert until_none(standin) == []
