@@ -35,7 +35,7 @@ from sandboxd.vm.processes import Process, Record
 START_S = 20.0
 CONNECT_S = 5.0
 RETRY_S = 5.0
-EXITS_S = 0.5  # how long the second process of a machine may take to follow the first
+EXITS_S = 2.0  # how long the second process of a machine may take to follow the first
 QMP_SOCKET = "qmp.sock"
 VSOCK_SOCKET = "vsock.sock"
 KVM_NODE = "kvm"
