@@ -1,6 +1,6 @@
 """What may come next on a command line, read from the usage texts. Pure.
 
-In: the words so far, the one being typed last, and where names come from. Out: words that begin as it does. A usage
+In: the words so far, the one being typed last, and where names come from. Out: an `Offer`. A usage
 line is taken apart into what stands in order behind the command: a choice of words, or a name in capitals for which
 `Names` may know values. Options are those of the text's options section.
 """
@@ -19,11 +19,22 @@ _IN_LINE = re.compile(r"\[?--?[A-Za-z][A-Za-z-]*(?:=[A-Z:=]+)?\]?(?:\.\.\.)?|\[o
 _SLOT = re.compile(r"\(([^)]*)\)(?:\.\.\.)?|(\S+)")
 
 
+FILES = ("FILE", "DIR")
+"""What stands in usage texts for a path of this machine."""
+
+
+class Offer(NamedTuple):
+    """Words that begin as the one being typed does, and whether it may be the name of a file as well."""
+
+    words: list[str]
+    files: bool = False
+
+
 class Options(NamedTuple):
-    """The options of a usage text, and which of them take a value."""
+    """The options of a usage text, and of those that take a value what stands for it."""
 
     all: tuple[str, ...]
-    valued: frozenset[str]
+    valued: Mapping[str, str]
 
 
 class Usages(NamedTuple):
@@ -36,12 +47,13 @@ class Usages(NamedTuple):
 
 def options(usage: str) -> Options:
     """From the options section; `-x V` and `--long=V` take a value."""
-    found, valued = [], set()
+    found: list[str] = []
+    valued: dict[str, str] = {}
     for short, short_value, long, value in _OPTION.findall(usage.partition("Options:")[2]):
         found += [long]
         if value or short_value:
-            valued |= {long, short} - {""}
-    return Options(tuple(found), frozenset(valued))
+            valued |= dict.fromkeys({long, short} - {""}, value or short_value)
+    return Options(tuple(found), valued)
 
 
 def forms(usage: str, command: str) -> list[list[tuple[str, ...]]]:
@@ -65,35 +77,39 @@ def forms(usage: str, command: str) -> list[list[tuple[str, ...]]]:
     return found
 
 
-def complete(words: Sequence[str], usages: Usages, names: Names) -> list[str]:
+def complete(words: Sequence[str], usages: Usages, names: Names) -> Offer:
     """`words` are those behind the program's name, the last of them the one being typed, which may be empty."""
     *before, current = words or [""]
     top = [name for name in usages.commands if " " not in name]
     if not before:
-        return _fitting([*top, "help", *(["--help", "--version"] if current.startswith("-") else [])], current)
+        return Offer(_fitting([*top, "help", *(["--help", "--version"] if current.startswith("-") else [])], current))
     command, rest = before[0], before[1:]
     if command == "help":
-        return _fitting(top, current) if not rest else []
+        return Offer(_fitting(top, current) if not rest else [])
     below = [name.split()[1] for name in usages.commands if name.startswith(f"{command} ")]
     if rest and f"{command} {rest[0]}" in usages.commands:
         command, rest, below = f"{command} {rest[0]}", rest[1:], []
-    if command not in usages.commands or "--" in rest:
-        return []
+    if command not in usages.commands:
+        return Offer([])
+    if "--" in rest:
+        return Offer([], files=True)
     usage = usages.text(command)
     flagged = options(usages.text(usages.flags_of[command])) if command in usages.flags_of else options(usage)
     if current.startswith("--") and "=" in current:
         option, _, value = current.partition("=")
-        return [f"{option}={fit}" for fit in _fitting(names(option), value)] if option in flagged.valued else []
+        fits = _fitting(names(option), value) if option in flagged.valued else []
+        return Offer([f"{option}={fit}" for fit in fits], flagged.valued.get(option) in FILES)
     if rest and rest[-1] in flagged.valued:
-        return _fitting(names(rest[-1]), current)
+        return Offer(_fitting(names(rest[-1]), current), flagged.valued[rest[-1]] in FILES)
     placed = _placed(rest, flagged)
     if command in usages.flags_of and (len(placed) > 1 or not _known(rest, flagged)):
-        return []  # the words have begun that are not ours
+        return Offer([], files=True)  # the words have begun that are not ours
     if current.startswith("-"):
         if command in usages.flags_of and not placed:
-            return _fitting(["--help"], current)
-        return _fitting([*(one for one in flagged.all if one not in rest), "--help"], current)
-    return _fitting([*(below if not rest else []), *_next(placed, forms(usage, command), names)], current)
+            return Offer(_fitting(["--help"], current))
+        return Offer(_fitting([*(one for one in flagged.all if one not in rest), "--help"], current))
+    found, files = _next(placed, forms(usage, command), names)
+    return Offer(_fitting([*(below if not rest else []), *found], current), files)
 
 
 def _known(words: Sequence[str], flagged: Options) -> bool:
@@ -111,8 +127,9 @@ def _placed(words: Sequence[str], flagged: Options) -> list[str]:
     return found
 
 
-def _next(placed: Sequence[str], lines: Sequence[Sequence[tuple[str, ...]]], names: Names) -> list[str]:
+def _next(placed: Sequence[str], lines: Sequence[Sequence[tuple[str, ...]]], names: Names) -> Offer:
     found: list[str] = []
+    files = False
     for slots in lines:
         fixed = [slot for slot in slots if slot != ("...",)]
         repeats = bool(slots) and slots[-1] == ("...",)
@@ -122,7 +139,8 @@ def _next(placed: Sequence[str], lines: Sequence[Sequence[tuple[str, ...]]], nam
         if all(_is_name(slot) or word in slot for word, slot in zip(placed, reached, strict=False)):
             here = reached[-1]
             found += names(_name(here, fixed)) if _is_name(here) else here
-    return list(dict.fromkeys(found))
+            files = files or here[0] in FILES
+    return Offer(list(dict.fromkeys(found)), files)
 
 
 def _is_name(slot: tuple[str, ...]) -> bool:

@@ -11,7 +11,7 @@ Prints what the shell is to read:
 
 Commands, options and agents are read from the usage texts. Names of sandboxes
 are asked of sandboxd, for a second at most, and where it does not answer there
-are none.
+are none. Names of files are offered where one is meant, and behind `--`.
 
 Options:
   -h, --help     show this
@@ -34,39 +34,48 @@ from sandboxd.errors import SandboxError
 
 WORDS_AS_THEY_ARE = True
 PATIENCE_S = 1.0
+FILES_TOO = 3
+"""The exit code of `completion words` where the shell's own names of files are meant as well; a shell that offered them
+wherever there are no words would offer them for a sandbox's name."""
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:/+-]*")
 """What a shell takes as it is: a server's word that is anything else would be run when the line is."""
 
-BASH = """\
-_sandbox_cli() {
+BASH = f"""\
+_sandbox_cli() {{
+    local found code
+    found=$(sandbox-cli completion words "${{COMP_WORDS[@]:1:COMP_CWORD}}" 2>/dev/null)
+    code=$?
+    COMPREPLY=()
     # `compgen -W` would expand what it is given.
-    mapfile -t COMPREPLY < <(sandbox-cli completion words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
-}
-complete -o default -F _sandbox_cli sandbox-cli
+    [[ -z "$found" ]] || mapfile -t COMPREPLY <<< "$found"
+    [[ $code != {FILES_TOO} ]] || compopt -o default 2>/dev/null
+}}
+complete -F _sandbox_cli sandbox-cli
 """
-ZSH = """\
+ZSH = f"""\
 #compdef sandbox-cli
-_sandbox_cli() {
-    local -a found
-    found=("${(@f)$(sandbox-cli completion words "${(@)words[2,CURRENT]}" 2>/dev/null)}")
-    if [[ -n "${found[1]}" ]]; then
-        compadd -- "${found[@]}"
-    else
+_sandbox_cli() {{
+    local found code
+    found="$(sandbox-cli completion words "${{(@)words[2,CURRENT]}}" 2>/dev/null)"
+    code=$?
+    [[ -z "$found" ]] || compadd -- "${{(@f)found}}"
+    if [[ $code == {FILES_TOO} ]]; then
+        compset -P '--*='
         _files
     fi
-}
-if [[ "${funcstack[1]}" = _sandbox_cli ]]; then
+}}
+if [[ "${{funcstack[1]}}" = _sandbox_cli ]]; then
     _sandbox_cli "$@"
 else
     compdef _sandbox_cli sandbox-cli
 fi
 """
-FISH = """\
+FISH = f"""\
 function __sandbox_cli_ask
     set -l typed (commandline -opc)
     set -e typed[1]
     set -g __sandbox_cli_found (sandbox-cli completion words $typed (commandline -ct) 2>/dev/null)
-    test (count $__sandbox_cli_found) -gt 0
+    test $status -ne {FILES_TOO}
 end
 complete -c sandbox-cli -n __sandbox_cli_ask -f -a '$__sandbox_cli_found'
 """
@@ -79,8 +88,9 @@ def main(args: dict[str, Any]) -> int:
         sys.stdout.write(str(__doc__).strip() + "\n")
     elif words[:1] == ["words"]:
         typed = joined(words[1:])
-        for one in candidates.complete(typed, usages(), partial(names, typed)):
-            sys.stdout.write(f"{one}\n")
+        offer = candidates.complete(typed, usages(), partial(names, typed))
+        sys.stdout.writelines(f"{one}\n" for one in offer.words)
+        return FILES_TOO if offer.files else 0
     elif len(words) == 1 and words[0] in SCRIPTS:
         sys.stdout.write(SCRIPTS[words[0]])
     else:

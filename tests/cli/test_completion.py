@@ -26,7 +26,7 @@ VALUES = {"SANDBOX": ["box", "bat"], "NAME": ["claude", "cline"], "use NAME": ["
 
 
 def offered(*words: str) -> list[str]:
-    return candidates.complete(words, completion.usages(), lambda kind: VALUES.get(kind, []))
+    return candidates.complete(words, completion.usages(), lambda kind: VALUES.get(kind, [])).words
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,20 @@ def offered(*words: str) -> list[str]:
 )
 def test_what_is_offered(line: str, some: list[str]) -> None:
     assert offered(*line.split(" ")) == some
+
+
+@pytest.mark.parametrize(
+    ("line", "files"),
+    [
+        ("", False), ("li", False), ("bogus ", False), ("logs ", False), ("logs box ", False), ("kill ", False),
+        ("list --context ", False), ("run --name ", False), ("run --", False), ("tunnel box ", False),
+        ("run --config ", True), ("run --config=", True), ("run --bind ", True), ("agent claude --project ", True),
+        ("agent fleet run -f ", True), ("audit verify ", True), ("audit verify a ", True), ("exec box -- ", True),
+        ("agent claude fix ", True),
+    ],
+)  # fmt: skip
+def test_where_files_are_meant(line: str, files: bool) -> None:
+    assert candidates.complete(line.split(" "), completion.usages(), lambda kind: []).files is files
 
 
 def test_values_of_options_that_are_words_of_ours() -> None:
@@ -210,6 +224,32 @@ def test_in_zsh_with_the_tab_key(person: Person) -> None:
     ]  # fmt: skip
     typed(person, [zsh, "-f", "-i"], keys)
     assert not (person.home / "PWNED").exists()
+
+
+INTERACTIVE = {"bash": ["--norc", "--noprofile", "-i"], "zsh": ["-f", "-i"]}
+BEGIN = {"bash": "", "zsh": "autoload -U compinit; compinit -D -u; "}
+
+
+@pytest.mark.parametrize("name", ["bash", "zsh"])
+def test_files_are_offered_where_they_are_meant_and_nowhere_else(person: Person, name: str) -> None:
+    where = shutil.which(name)
+    if where is None:
+        pytest.skip(f"{name} is not installed")
+    (person.home / "settings-of-mine.yaml").touch()
+    begin = f"PS1='ready> '; {BEGIN[name]}source <(sandbox-cli completion {name}); echo be''gun\n"
+    keys = [
+        (b"", begin.encode()), (b"begun", b""), (b"ready> ", b"sandbox-cli tunnel fix-docs set\t"), (b"set", b"END\n"),
+        (b"setEND: not a port", b""), (b"ready> ", b"sandbox-cli run --config set\t"),
+        (b"tings-of-mine.yaml", b"\x15exit\n"),
+    ]  # fmt: skip
+    typed(person, [where, *INTERACTIVE[name]], keys)
+
+
+def test_files_in_fish(person: Person) -> None:
+    (person.home / "settings-of-mine.yaml").touch()
+    source = "sandbox-cli completion fish | source; complete -C 'sandbox-cli "
+    assert shell(person, "fish", f"{source}tunnel fix-docs set'") == []
+    assert shell(person, "fish", f"{source}run --config set'") == ["settings-of-mine.yaml"]
 
 
 def test_a_sandboxd_that_does_not_answer_costs_a_second(tmp_path: Path) -> None:
