@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from cli import config
+from cli.config import Config
 from cli.session import SANDBOX_ID
 from sandboxd.envnames import ENV_NAME
 from sandboxd.errors import SandboxError
@@ -88,9 +89,9 @@ class Object:
         return f"{day[:4]}-{day[4:6]}-{day[6:]}T{clock[:2]}:{clock[2:4]}:{clock[4:]}"
 
 
-def of(given: Mapping[str, object], file: str | None = None) -> Mirror | None:
-    """The mirror in the person's settings, None where there is none; raises MirrorError with every fault. `file` is
-    --config's."""
+def of(given: Mapping[str, object], where: str, file: str | None = None) -> Mirror | None:
+    """The mirror in the person's settings, None where there is none; raises MirrorError with `where`, the file that
+    said it, and every fault. `file` is --config's."""
     if not given:
         return None
     from sandboxd import plain_yaml  # loads the YAML reader, which most runs do not need
@@ -120,13 +121,17 @@ def of(given: Mapping[str, object], file: str | None = None) -> Mirror | None:
     s3.done()
     whole.done()
     if faults:
-        raise MirrorError(f"your settings: {'; '.join(clean(fault) for fault in faults)}")
+        raise MirrorError(f"{clean(where)}: {'; '.join(clean(fault) for fault in faults)}")
     return found
 
 
 def in_force(environ: Mapping[str, str], project: Path, file: str | None = None) -> Mirror | None:
     """The mirror of the person who works in `project`; `file` is --config's."""
-    return of(config.load(environ, project, file).mirror, file)
+    return said(config.load(environ, project, file), file)
+
+
+def said(settings: Config, file: str | None) -> Mirror | None:
+    return of(settings.mirror, settings.origin.get("mirror", ""), file)
 
 
 def name(mirror: Mirror, root: str, sandbox: str, kind: str, commit: str, when: float) -> Object:

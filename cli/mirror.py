@@ -11,11 +11,12 @@ Usage:
 
 `check` lists the bucket, writes one small object and reads it back. `ls` shows
 what the bucket holds of this repository. `push` uploads what came back from a
-sandbox, by its id or the name below refs/sandbox/. `fetch` takes an object, or
-the last one of a sandbox, into refs/sandbox/mirror/SANDBOX; no branch is
-touched. Nothing is ever deleted from the bucket. The settings are `mirror` in
-your config.yaml (docs/mirror.md); with them, `run` and `bring-back` upload by
-themselves.
+sandbox, by its id or the name below refs/sandbox/. Objects are called after
+that name, such as a run's --name, and after the id where there is none.
+`fetch` takes an object, or the last one that is called SANDBOX, into
+refs/sandbox/mirror/SANDBOX; no branch is touched. Nothing is ever deleted from
+the bucket. The settings are `mirror` in your config.yaml (docs/mirror.md);
+with them, `run` and `bring-back` upload by themselves.
 
 Options:
   --config=FILE   settings to use instead of the project's
@@ -33,7 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cli import bringback, bucket, config, gate, mirrored, place, repository, session, show
+from cli import bringback, bucket, config, gate, mirrored, place, repository, show
 from cli.bringback import SHORT
 from cli.bucket import Mirror, MirrorError
 from cli.repository import Repository
@@ -79,7 +80,7 @@ def _check(mirror: Mirror, store: Store, as_json: bool) -> int:
 
 def _list(mirror: Mirror, store: Store, repo: Repository, sandbox: str | None, as_json: bool) -> int:
     if sandbox is not None and not SANDBOX_ID.fullmatch(sandbox):
-        raise MirrorError(f"'{clean(sandbox)[:100]}' is not a sandbox's id")
+        raise MirrorError(f"'{clean(sandbox)[:100]}' is neither a sandbox's name nor its id")
     found, strange = mirrored.objects(mirror, store, mirrored.first_commit(repo), sandbox or "")
     if strange:
         show.note(f"{strange} names in the bucket are not ones that sandbox-cli gives: passed over")
@@ -118,10 +119,10 @@ def _meant(settings: Path, repo: Repository, named: str) -> tuple[str, str]:
         if task is None or not task.sandbox:
             raise MirrorError(f"the last fleet in this repository has no task {clean(named.removeprefix(FLEET))[:100]}")
         return task.sandbox, named
-    record = session.load(settings, named) if SANDBOX_ID.fullmatch(named) else None
-    name = record.brought or record.branch if record else named
+    record = mirrored.record_of(settings, repo, named) if SANDBOX_ID.fullmatch(named) else None
+    name = record.brought or record.branch if record and record.sandbox == named else named
     bringback.check_name(name)
-    return named, name
+    return record.sandbox if record else named, name
 
 
 def _fetch(mirror: Mirror, store: Store, repo: Repository, given: str, as_json: bool) -> int:
@@ -130,12 +131,12 @@ def _fetch(mirror: Mirror, store: Store, repo: Repository, given: str, as_json: 
         wanted = bucket.read(mirror, given)
         if wanted is None:
             raise MirrorError(f"'{clean(given)[:200]}' is not the name of an object that sandbox-cli uploads")
-        record = session.load(settings, wanted.sandbox)
+        record = mirrored.record_of(settings, repo, wanted.sandbox)
     elif SANDBOX_ID.fullmatch(given):
-        record = session.load(settings, given)
+        record = mirrored.record_of(settings, repo, given)
         wanted = mirrored.newest(mirror, store, mirrored.first_commit(repo), given, record)
     else:
-        raise MirrorError(f"'{clean(given)[:100]}' is neither a sandbox's id nor an object's name")
+        raise MirrorError(f"'{clean(given)[:100]}' is neither a sandbox's name or id nor an object's name")
     received, recorded = mirrored.fetch(mirror, store, repo, wanted, record)
     base = record.base if record else repo.head_commit
     review = gate.review(repo, base, received.commit)

@@ -23,7 +23,7 @@ from cli.bundle import BundleError, HeaderReader
 from cli.githard import Bounds, GitError
 from cli.repository import Repository
 from cli.s3 import Store
-from cli.session import Session
+from cli.session import SANDBOX_ID, Session
 from sandboxd.errors import SandboxError
 from sandboxd.termsafe import clean
 
@@ -47,12 +47,25 @@ def upload(
 ) -> Object:
     """Puts the commit that `ref` names, with its whole history, into the bucket, and its name into the record."""
     store = Store(mirror, environ)
+    record = session.load(config, sandbox)
+    came_as = ref.removeprefix(f"{bringback.REFS}/") if kind == "bring-back" else record.branch if record else ""
+    # The name a person knows it by, as far as one can stand in an object's name: a run with and a push by it are one.
+    called = came_as if SANDBOX_ID.fullmatch(came_as) else sandbox
     with _bundle(mirror, repo, ref) as (file, size, commit):
-        made = bucket.name(mirror, first_commit(repo), sandbox, kind, commit, time.time())
+        made = bucket.name(mirror, first_commit(repo), called, kind, commit, time.time())
         store.put(made.key, file, size)
-    if session.load(config, sandbox) is not None:
+    if record is not None:
         session.update(config, sandbox, more_mirrored=made.key)
     return made
+
+
+def record_of(config: Path, repo: Repository, called: str) -> Session | None:
+    """Of the sandbox that objects are called after: by its id, else the last one of this repository that came back, or
+    is to, by that name."""
+    if record := session.load(config, called):
+        return record
+    mine = [one for one in session.every(config)[0] if one.repo == str(repo.top)]
+    return next((one for one in reversed(mine) if one.sandbox and called in (one.brought, one.branch)), None)
 
 
 def first_commit(repo: Repository) -> str:

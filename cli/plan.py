@@ -130,7 +130,7 @@ def of(
         secrets=needed,
         profile=settings.profile,
         persist_auth=persist_auth,
-        mirror=bucket.of(settings.mirror, args["--config"]),
+        mirror=bucket.said(settings, args["--config"]),
         notes=(*settings.notes, *_beaten(settings, given)),
         checkpoint_every_s=checkpoint_every_s,
     )

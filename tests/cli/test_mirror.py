@@ -126,15 +126,16 @@ def upload(mirror: Mirror, repo: Repository, config: Path) -> bucket.Object:
 )
 def test_settings_that_are_wrong_are_refused_by_their_place(given: Mapping[str, object], said: str) -> None:
     with pytest.raises(MirrorError) as caught:
-        bucket.of(given)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+        bucket.of(given, "/home/me/config.yaml")
+    told = str(caught.value)
+    assert told.startswith("/home/me/config.yaml: mirror") and said in told and "\n" not in told
 
 
 def test_settings_that_are_right() -> None:
-    assert bucket.of({}) is None
-    assert bucket.of({"s3": {"bucket": "bkt"}}) == Mirror("bkt")
+    assert bucket.of({}, "") is None
+    assert bucket.of({"s3": {"bucket": "bkt"}}, "") == Mirror("bkt")
     given = {"s3": {"bucket": "bkt", "endpoint": "https://s:9/", "prefix": "a/b/", "path_style": True}, "upload": "all"}
-    found = bucket.of(given)
+    found = bucket.of(given, "")
     assert found == Mirror("bkt", endpoint="https://s:9", prefix="a/b/", path_style=True, every_checkpoint=True)
 
 
@@ -198,8 +199,10 @@ def test_the_record_remembers_what_was_uploaded(mirror: Mirror, repo: Repository
     session.prepare(config)
     session.save(config, Session("sbx_0123456789abcdef", "unix:///x", str(repo.top), repo.head_commit, "job"))
     made = upload(mirror, repo, config)
-    record = session.load(config, made.sandbox)
+    record = session.load(config, "sbx_0123456789abcdef")
     assert record is not None and record.mirrored == (made.key,)
+    found = [mirrored.record_of(config, repo, called) for called in ("job", "sbx_0123456789abcdef", "other")]
+    assert found == [record, record, None]
     store = Store(mirror, KEYS)
     fake = bucket.name(mirror, mirrored.first_commit(repo), made.sandbox, "bring-back", "d" * 40, WHEN + 10**9)
     store.put(fake.key, b"x", 1)
@@ -210,6 +213,24 @@ def test_the_record_remembers_what_was_uploaded(mirror: Mirror, repo: Repository
     assert forged is not None
     with pytest.raises(MirrorError, match=f"is not what was uploaded then: {made.commit}"):
         mirrored.fetch(mirror, store, repo, forged, record)
+
+
+def test_it_is_called_as_it_came_back_and_what_is_called_by_an_id_is_still_found(
+    mirror: Mirror, repo: Repository, tmp_path: Path
+) -> None:
+    root, store = mirrored.first_commit(repo), Store(mirror, KEYS)
+    old = bucket.name(mirror, root, "sbx_0123456789abcdef", "bring-back", "d" * 40, WHEN - 10**9)
+    store.put(old.key, b"x", 1)
+    made = upload(mirror, repo, tmp_path / "config")
+    assert made.sandbox == "job"
+    git(repo.top, "update-ref", "refs/sandbox/fleet/a.b", "refs/sandbox/job")
+    config = tmp_path / "config"
+    fleets = mirrored.upload(mirror, KEYS, config, repo, "sbx_1", "bring-back", "refs/sandbox/fleet/a.b")
+    assert fleets.sandbox == "sbx_1"
+    assert {one.key for one, _ in mirrored.objects(mirror, store, root)[0]} == {old.key, made.key, fleets.key}
+    assert [mirrored.newest(mirror, store, root, one.sandbox, None) for one in (old, made, fleets)] == [
+        old, made, fleets,
+    ]  # fmt: skip
 
 
 def test_a_listing_of_many_pages(mirror: Mirror, repo: Repository) -> None:
@@ -511,6 +532,7 @@ def test_a_run_uploads_and_another_clone_fetches(person: Person, repo: Repositor
     assert done.returncode == 0
     [key] = [line.removeprefix("mirrored: ") for line in notes(done) if line.startswith("mirrored: ")]
     sandbox, commit = key.split("/")[2], text(top, "rev-parse", "refs/sandbox/up")
+    assert sandbox == "up"
     assert key.endswith(f"-{commit}.bundle")
     listed = json.loads(person.run("mirror", "ls", "--json", cwd=top, **KEYS).stdout)
     assert [(one["key"], one["sandbox"], one["kind"]) for one in listed] == [(key, sandbox, "bring-back")]
@@ -528,7 +550,7 @@ def test_a_run_uploads_and_another_clone_fetches(person: Person, repo: Repositor
     as_json = json.loads(person.run("mirror", "fetch", key, "--json", cwd=top, **KEYS).stdout)
     assert (as_json["key"], as_json["commit"], as_json["recorded"]) == (key, commit, False)
     pushed = person.run("mirror", "push", "up", cwd=top, **KEYS)
-    assert pushed.returncode == 0 and pushed.stdout.decode().rstrip().endswith(f"-{commit}.bundle")
+    assert pushed.returncode == 0 and pushed.stdout.decode().startswith(key.rpartition("bring-back")[0])
     checked = person.run("mirror", "check", cwd=top, **KEYS)
     assert checked.returncode == 0 and "listed, written and read with MIRROR_KEY" in checked.stdout.decode()
     everything = "".join(str(part) for one in (done, fetched, pushed, checked) for part in (one.stdout, one.stderr))
@@ -590,12 +612,12 @@ def test_checkpoints_go_up_too_where_that_is_asked_for(person: Person, repo: Rep
     ("args", "said"),
     [
         (("fetch", "team/x"), "is not the name of an object that sandbox-cli uploads"),
-        (("fetch", "a b"), "is neither a sandbox's id nor an object's name"),
+        (("fetch", "a b"), "is neither a sandbox's name or id nor an object's name"),
         (("fetch", "sbx_none"), "holds nothing of sbx_none and this repository"),
         (("push", "none"), "refs/sandbox/none is not in this repository"),
         (("push", "fleet/none"), "the last fleet in this repository has no task none"),
         (("push", "mirror"), "the name 'mirror' is reserved"),
-        (("ls", "a/b"), "'a/b' is not a sandbox's id"),
+        (("ls", "a/b"), "'a/b' is neither a sandbox's name nor its id"),
     ],
 )
 def test_what_is_wrong_is_one_line(person: Person, repo: Repository, args: tuple[str, ...], said: str) -> None:
