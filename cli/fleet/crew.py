@@ -15,16 +15,20 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
-from cli import session, wakeup
+from cli import session, show, wakeup
 from cli.fleet import plain, state
 from cli.fleet.state import Store
 from cli.fleet.task import Order
 from cli.status import Status
+from sandboxd.termsafe import clean
 
 TICK_MS = 1000
+TAIL_BYTES = 4096
+BRANCH_COLUMNS = 16  # of 80, so that the rest has room
 # -P: not from the current directory, which is a repository somebody else may have written.
 COMMAND = (sys.executable, "-P", "-m", "cli.fleet.task")
 
@@ -104,5 +108,26 @@ class Crew:
         parts = ", ".join(f"{count} {name}" for count, name in counts if count)
         stopping = "interrupted, bringing back what there is: " if self._stopped else ""
         took = int(time.monotonic() - self._began)
-        # The time would make each line a new one where lines are kept.
-        return f"fleet: {stopping}{parts}" + (f"  {took // 60}:{took % 60:02}" if os.isatty(2) else "")
+        if not os.isatty(2):
+            return f"fleet: {stopping}{parts}"  # what follows would make each line a new one, where lines are kept
+        written = latest((order.branch, order.log) for order, _ in self._running.values())
+        return f"fleet: {stopping}{parts} {took // 60}:{took % 60:02}" + (f"; {written}" if written else "")
+
+
+def latest(logs: Iterable[tuple[str, Path]]) -> str:
+    """The branch whose log was written to last, and the last line there; "" where there is none. It is a guest's word,
+    mostly: one safe line, and for `Status` to cut."""
+    found: tuple[int, str] = 0, ""
+    for branch, path in logs:
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as log:
+                about = os.fstat(log.fileno())
+                log.seek(max(0, about.st_size - TAIL_BYTES))
+                written = log.read(TAIL_BYTES).decode("utf-8", "replace").split("\n")
+        except OSError:
+            continue
+        lines = [line for line in map(clean, written) if line]
+        if lines and about.st_mtime_ns > found[0]:
+            last = lines[-1].removeprefix(f"{show.PROGRAM}: ")
+            found = about.st_mtime_ns, f"{show.cut(clean(branch), BRANCH_COLUMNS)}: {last}"
+    return found[1]

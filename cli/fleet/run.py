@@ -58,6 +58,8 @@ def main(args: dict[str, Any]) -> int:
             for note in (endpoint.note, *settings.notes, *_notes(repo, orders, refs, store)):
                 if note:
                     show.note(note)
+            # The first run of an agent installs it, for minutes: only the logs tell how far it is.
+            show.note(f"what the tasks write meanwhile: {logs}")
             store.write(_record(orders, repo, where, refs))
             Crew(store, orders, asked.max_parallel, (lock, bundle.fileno())).work()
         ended = store.read()

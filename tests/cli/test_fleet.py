@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from cli.fleet import state
+from cli.fleet.crew import latest
 from cli.fleet.state import Fleet, Store
 from cli.fleet.task import verdict
 from cli.running import Outcome
@@ -146,6 +147,7 @@ def test_every_way_a_task_ends(person: Commander, client: Client) -> None:
         "größe": ("rejected", 90, 0),
     }
     assert "uncommitted changes stay here" in done.stderr.decode()
+    assert f"what the tasks write meanwhile: {person.store.directory}/logs\n" in done.stderr.decode()
     assert told["bad/agent"]["detail"] == "" and "no verify command" in told["unchecked"]["detail"]
     assert "the agent ended with exit code 3" in person.log("bad/agent")
     back = ("HEAD", "bad/agent", "good", "rejected", "unchecked")
@@ -273,6 +275,18 @@ def test_an_agent_that_hangs_is_ended_at_its_timeout_and_its_work_comes_back(per
     assert git(person.top, "show", "refs/sandbox/fleet/a:more") == "more\n", "also what was not committed"
 
 
+def test_the_line_shows_what_was_written_last(tmp_path: Path) -> None:
+    install, talk, none = tmp_path / "install", tmp_path / "talk", tmp_path / "none"
+    install.write_text("sandbox-cli: waiting for sandboxd\nsandbox-cli: installing codex: 12 of 60 MiB\n")
+    talk.write_bytes(b"x" * 100_000 + b"\nlast \x1b[2J\xff\r\xe2\x80\xae" + b"word \n\n \x07\n")
+    logs = [("fix/" + "long" * 9, install), ("b\x1b", talk), ("c", none)]
+    os.utime(install, (1, 1))
+    assert latest(logs) == "b: last [2J\ufffd word"
+    os.utime(talk, (0, 0))
+    assert latest(logs) == "fix/longlonglon…: installing codex: 12 of 60 MiB"
+    assert latest(logs[2:]) == latest([]) == ""
+
+
 def test_at_a_terminal_one_line_tells_where_it_stands_and_ctrl_c_is_heard(person: Commander) -> None:
     path = person.write({"branch": "a", "prompt": WORKING}, {"branch": "b", "prompt": "true"})
     person.home, home = person.top, person.home
@@ -280,7 +294,7 @@ def test_at_a_terminal_one_line_tells_where_it_stands_and_ctrl_c_is_heard(person
     person.environment = lambda **more: environment(**more) | {"HOME": str(home)}  # type: ignore[method-assign]
     with at_terminal(person, "agent", "fleet", "run", "-f", str(path), rows=30, cols=80) as terminal:
         terminal.expect(b"fleet: 1 running, 1 verified", PATIENCE_S)
-        person.until_ready("a")
+        terminal.expect(b"; a: ready", PATIENCE_S)
         terminal.type(b"\x03")
         terminal.expect(b"interrupted, bringing back what there is", PATIENCE_S)
         terminal.expect(b"BRANCH", PATIENCE_S)
