@@ -183,7 +183,7 @@ async def adopt(directory: Path, id: str, tools: Tools) -> FirecrackerMachine | 
     vmm = next((process for process, _ in held if process.role == VMM), None)
     if record.id == id and vmm is not None and _is_its(vmm, record, group, tools):
         with suppress(OSError):
-            root = _root(directory, id, tools)
+            root = _found_root(directory, id, tools)
             return FirecrackerMachine(id, directory, vmm, pidfds, None, group, root, ExitStack())
     if await anyio.to_thread.run_sync(_end, pidfds, group if record.id == id else None):
         processes.remove_record(directory)
@@ -459,6 +459,15 @@ def _root(directory: Path, id: str, tools: Tools) -> Path:
     if tools.groups is None:
         return directory / jailer.DIRECTORY
     return directory / jailer.DIRECTORY / tools.jailer.firecracker.name / jailer.jailed_id(id) / "root"
+
+
+def _found_root(directory: Path, id: str, tools: Tools) -> Path:
+    """The same of a machine that runs: in its jail's path is the name of the program it was started with, and that of
+    today's may be another. What is above the root is root's alone."""
+    if tools.groups is not None:
+        for found in (directory / jailer.DIRECTORY).glob(f"*/{jailer.jailed_id(id)}/root"):
+            return found
+    return _root(directory, id, tools)
 
 
 def _is_its(process: Process, record: Record, group: Group | None, tools: Tools) -> bool:

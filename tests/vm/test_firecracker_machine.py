@@ -232,7 +232,9 @@ def test_it_boots_with_its_tap_is_found_again_and_leaves_nothing(
             with pytest.raises(BootFailed, match="a machine runs in it"):
                 await firecracker_machine.start(spec, tools)
             assert await anyio.to_thread.run_sync(firecracker_machine.sweep, bootable, {"box_2"}, tools) == set()
-            again = await firecracker_machine.adopt(spec.directory, spec.id, tools)
+            # Its path holds its version, say, and today's is another.
+            renamed = replace(tools, jailer=replace(tools.jailer, firecracker=Path("/opt/firecracker-v9.9.9")))
+            again = await firecracker_machine.adopt(spec.directory, spec.id, renamed)
             assert again is not None
             assert b'"ok":true' in (await ping(again)).replace(b" ", b"")
             await again.terminate()
