@@ -85,6 +85,9 @@ async def _look(
 ) -> Adopted:
     if record.state is State.TERMINATED:
         await _finish(places, backend, record)
+        if record.ended_because == MACHINE:
+            # Where the daemon was killed between the record and this.
+            places.put_aside(record.id)
         return Adopted(record, None)
     machine = await backend.adopt(places.machine(record.id), record.id)
     if machine is not None:

@@ -12,12 +12,15 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sandboxd.lifecycle import State
 from sandboxd.limits import Limits
+from sandboxd.store import Store
 from tests.sandboxd.fake_daemon import ROOT, launch
 from tests.sandboxd.rig import Rig
 
@@ -286,6 +289,23 @@ def test_killed_and_started_again_everything_goes_on(own: Rig) -> None:
     for one in (first, second):
         assert own.call("DELETE", f"{S}/{one}").status == 204
     assert leftovers(own) == []
+
+
+def test_killed_before_the_disk_of_an_ended_machine_was_put_aside_it_is_kept_all_the_same(own: Rig) -> None:
+    fallen, ended = own.create(), own.create()
+    own.kill()
+    for pid in machines(own):
+        os.kill(int(pid), signal.SIGKILL)
+    with contextlib.closing(Store(own.state / "state.sqlite")) as store:
+        for record in store.sandboxes()[0]:
+            because = "machine" if record.id == fallen else "request"
+            store.put(replace(record, state=State.TERMINATED, ended_because=because))
+    own.start()
+    assert leftovers(own) == []
+    assert [path.name for path in (own.state / "disks").iterdir()] == [f"{fallen}.img"]
+    assert own.call("DELETE", f"{S}/{fallen}").status == 204
+    assert list((own.state / "disks").iterdir()) == []
+    assert own.call("GET", f"{S}/{ended}").json["state"] == "terminated"
 
 
 def _swallow(rig: Rig, path: str, body: Any) -> None:
