@@ -55,7 +55,11 @@ class Ending:
             try:
                 if not keep_disk:
                     await quiesce(live.machine, live.record)
-                await live.machine.terminate()
+                try:
+                    await live.machine.terminate()
+                except SandboxError as fault:
+                    # Its network and its files go all the same; what is left of it the next start ends.
+                    log.error("%s", fault)
                 if keep_disk:
                     self._places.put_aside(live.record.id)
                 async with live.changing:

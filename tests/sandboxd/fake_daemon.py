@@ -3,10 +3,10 @@
     python -m tests.sandboxd.fake_daemon STATE-DIR SOCKET [--network] [FLAG OF SANDBOXD...]
 
 Started as a process of its own, so that it can be killed. Files in STATE-DIR/../knobs steer it: `boot_s` delays a
-machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with; `speaks` is
-the protocol version the daemon is to have, `patience` its seconds of `heartbeat`; `events` what the stand-in network
-tells, `report` what it answers, `no_open` and `no_update` let it fail; `limits` (JSON) are other ones than the
-product's; `no_bind` says why no directory can be shared.
+machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with; with `no_end`
+machines say that they did not end; `speaks` is the protocol version the daemon is to have, `patience` its seconds of
+`heartbeat`; `events` what the stand-in network tells, `report` what it answers, `no_open` and `no_update` let it fail;
+`limits` (JSON) are other ones than the product's; `no_bind` says why no directory can be shared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sandboxd import heartbeat, policy
 from sandboxd.__main__ import run
 from sandboxd.assembly import Parts
 from sandboxd.assets.prepare import Assets, Progress, Report
-from sandboxd.errors import BootFailed
+from sandboxd.errors import BootFailed, SandboxError
 from sandboxd.limits import Limits
 from sandboxd.registries import Registries
 from sandboxd.settings import Settings, read
@@ -56,6 +56,7 @@ class FakeMachine:
     def __init__(self, directory: Path, spec_id: str, pid: int) -> None:
         self.spec_id = spec_id
         self.vsock_path = directory / "vsock.sock"
+        self._no_end = directory.parents[2] / "knobs" / "no_end"
         self._pid = pid
         self._pidfd = os.pidfd_open(pid)
         self.programs = (Program(pid, start_ticks(pid)),)
@@ -78,6 +79,8 @@ class FakeMachine:
         if pidfd >= 0:
             end(self._pid, pidfd)
             os.close(pidfd)
+            if self._no_end.exists():
+                raise SandboxError(f"{self.spec_id}: a process did not end")
 
 
 def end(pid: int, pidfd: int) -> None:

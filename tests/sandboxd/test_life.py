@@ -133,6 +133,20 @@ def test_a_machine_that_ends_by_itself_is_shown_terminated_and_its_disk_is_kept(
     assert list((other.state / "disks").iterdir()) == []
 
 
+def test_a_machine_that_is_not_seen_to_end_loses_its_network_and_its_disk_is_kept(other: Rig) -> None:
+    other.knob("no_end", "1")
+    fallen = other.create()
+    (pid,) = machines(other)
+    os.kill(int(pid), signal.SIGKILL)
+    until("it is cleared", lambda: leftovers(other) == [])
+    assert [path.name for path in (other.state / "disks").iterdir()] == [f"{fallen}.img"]
+    asked = other.create()
+    for sandbox in (fallen, asked):
+        assert other.call("DELETE", f"{S}/{sandbox}").status == 204
+        assert f"{sandbox}: a process did not end" in other.log.read_text()
+    assert leftovers(other) == list((other.state / "disks").iterdir()) == []
+
+
 def chunked(ref: str, pieces: int) -> bytes:
     """A file for /tmp/x of so many times 64 KiB, whose size is not said beforehand."""
     head = f"PUT {S}/{ref}/files?path=/tmp/x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
