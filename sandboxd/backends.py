@@ -181,15 +181,17 @@ class Chosen:
     async def adopt(self, directory: Path, sandbox_id: str) -> Machine | None:
         record = processes.read_record(directory)
         roles = set() if record is None else {process.role for process in record.processes}
+        ended = record is None or all(map(processes.has_ended, record.processes))
         for backend, role in ((Firecracker, firecracker_machine.VMM), (Qemu, qemu.VMM)):
             if role in roles:
                 its = next((one for one in self._all if isinstance(one, backend)), None)
-                if its is None:
+                if its is None and not ended:
                     raise SetupError(
                         f"{sandbox_id} runs under {role}, which this sandboxd does not find; start it as before, or "
                         "delete its sandboxes first"
                     )
-                return await its.adopt(directory, sandbox_id)
+                if its is not None:
+                    return await its.adopt(directory, sandbox_id)
         return await self._all[0].adopt(directory, sandbox_id)
 
     def sweep(self, sandboxes: Path, known: frozenset[str]) -> None:

@@ -181,3 +181,6 @@ def test_a_machine_of_a_backend_that_is_gone_is_no_reason_to_end_it(asked: Asked
     processes.write_record(tmp_path, Record("sbx_1", "/sandboxd/0123456789ab/sbx_1", (own,)))
     with pytest.raises(SetupError, match="sbx_1 runs under Firecracker, which this sandboxd does not find"):
         anyio.run(choose(replace(asked, backend="qemu")).adopt, tmp_path, "sbx_1")
+    ended = replace(own, start_ticks=own.start_ticks - 1)
+    processes.write_record(tmp_path, Record("sbx_1", "/sandboxd/0123456789ab/sbx_1", (ended,)))
+    assert anyio.run(choose(replace(asked, backend="qemu")).adopt, tmp_path, "sbx_1") is None
