@@ -67,7 +67,11 @@ async def choose(
     kept = state_dir / f"kvm-{trial.program.name}.json"
     fault = _remembered(kept, key)
     if fault is None:
-        fault = await attempt(trial, kernel, initramfs, state_dir, uid)
+        try:
+            fault = await attempt(trial, kernel, initramfs, state_dir, uid)
+        except (BootFailed, OSError) as error:
+            # A full disk, a file system of its own: it may be over the next time, and costs no ten seconds to ask.
+            return Choice(False, f"KVM could not be tried: {error}")
         _remember(kept, key, fault)
     if fault:
         return Choice(False, f"KVM is {KvmState.PRESENT_BUT_UNUSABLE.value}: {fault}")
@@ -79,7 +83,8 @@ def unusable(answer: KvmAnswer) -> str:
 
 
 async def attempt(trial: Trial, kernel: Path, initramfs: Path, state_dir: Path, uid: int | None) -> str:
-    """Boots under KVM; returns "" when guest-init spoke in time, else what went wrong, in one line."""
+    """Boots under KVM; returns "" when guest-init spoke in time, else what went wrong, in one line. Raises BootFailed
+    or OSError where no VMM came so far, and none ended by itself."""
     directory = state_dir / TRIAL_ID
     directory.mkdir(mode=0o700, exist_ok=True)
     uids = {os.getuid()} if uid is None else {os.getuid(), uid}
@@ -99,6 +104,8 @@ async def _boot(spec: MachineSpec, trial: Trial) -> str:
     try:
         machine = await trial.start(spec)
     except BootFailed as error:
+        if error.exit_code is None:
+            raise
         return str(error)
     try:
         while FIRST_LINE not in await machine.console_tail():
@@ -137,5 +144,6 @@ def _remembered(kept: Path, key: list[str]) -> str | None:
 
 def _remember(kept: Path, key: list[str], fault: str) -> None:
     temporary = kept.with_suffix(".new")
-    temporary.write_text(json.dumps({"key": key, "fault": fault}))
-    os.rename(temporary, kept)
+    with suppress(OSError):
+        temporary.write_text(json.dumps({"key": key, "fault": fault}))
+        os.rename(temporary, kept)

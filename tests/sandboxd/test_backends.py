@@ -14,7 +14,7 @@ from native import KvmAnswer, KvmState
 from sandboxd import backends
 from sandboxd.assets.prepare import Assets
 from sandboxd.backends import Asked, Chosen
-from sandboxd.errors import SetupError
+from sandboxd.errors import BootFailed, SetupError
 from sandboxd.vm import commands, kvm, processes
 from sandboxd.vm.processes import Record
 
@@ -107,6 +107,23 @@ def test_a_name_that_the_jailer_does_not_take(asked: Asked) -> None:
 def test_what_two_vmms_did_with_our_kernel_is_remembered(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     said = settle(choose(asked), "it said nothing", monkeypatch)
     assert settle(choose(asked), "it was tried again", monkeypatch) == said
+
+
+@pytest.mark.parametrize("fault", [BootFailed("making the machine's jail", None, b""), OSError(28, "no space left")])
+def test_a_trial_that_came_to_nothing_is_made_again_the_next_time(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    async def fails(*_: object) -> str:
+        raise fault
+
+    file = asked.state_dir / "file"
+    file.write_bytes(b"")
+    monkeypatch.setattr(kvm, "attempt", fails)
+    chosen = choose(asked)
+    said = anyio.run(chosen.settle, Assets(file, file, file, file, "key"), None)
+    assert chosen.name == "qemu"
+    assert f"; not firecracker: KVM could not be tried: {fault}" in said
+    assert settle(choose(asked), "", monkeypatch).startswith("firecracker")
 
 
 def test_what_was_asked_for_and_does_not_boot_is_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
