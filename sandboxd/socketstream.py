@@ -93,11 +93,4 @@ class SocketStream:
 
 def connect(path: Path) -> SocketStream:
     """To a listening socket, by a path of any length. Raises OSError where nobody listens or the queue is full."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-    try:
-        with unixpath.named(path) as name:
-            sock.connect(name)
-    except BaseException:
-        sock.close()
-        raise
-    return SocketStream(sock)
+    return SocketStream(unixpath.connect_now(path))

@@ -8,8 +8,7 @@ this too.
 
 From anyio:
 
-    with unixpath.named(path) as name:
-        stream = await anyio.connect_unix(name)
+    stream = await UNIXSocketStream.from_socket(unixpath.connect_now(path))
 """
 
 from __future__ import annotations
@@ -59,6 +58,20 @@ def connect_sync(path: str | Path, timeout_s: float | None = None) -> socket.soc
             sock.close()
             raise
         return sock
+
+
+def connect_now(path: str | Path, dir_fd: int | None = None) -> socket.socket:
+    """A connected stream socket that does not block; `path` as in `named`. Raises BlockingIOError where the queue is
+    full: nothing tells when it no longer is, and whoever waits as for other sockets asks without a pause, as
+    `anyio.connect_unix` does. A hostile listener keeps it full."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        with named(path, dir_fd) as name:
+            sock.connect(name)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def bind(dir_fd: int, name: str, backlog: int = BACKLOG) -> socket.socket:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import anyio
 import h11
+from anyio.abc import UNIXSocketStream
 
 from sandboxd import termsafe, unixpath
 from sandboxd.vm.firecracker import Names, Request
@@ -121,15 +122,12 @@ class Client:
         """Returns once the VMM takes connections. The deadline is the caller's, who also sees whether the VMM ends."""
         while True:
             try:
-                with unixpath.named(Names.API_SOCKET, self._root_fd) as name:
-                    stream = await anyio.connect_unix(name)
+                unixpath.connect_now(Names.API_SOCKET, self._root_fd).close()
+                return
             except (FileNotFoundError, ConnectionRefusedError):
                 await anyio.sleep(POLL_S)
             except OSError as error:
                 raise CallFailed("connecting to the API", error.strerror or "not possible") from None
-            else:
-                await anyio.aclose_forcefully(stream)
-                return
 
     async def send_all(self, requests: Sequence[Request]) -> None:
         """One after the other, to the first that fails."""
@@ -159,8 +157,7 @@ class Client:
             raise CallFailed("GET /", "the answer names no state") from None
 
     async def _exchange(self, exchange: Exchange) -> None:
-        with unixpath.named(Names.API_SOCKET, self._root_fd) as name:
-            stream = await anyio.connect_unix(name)
+        stream = await UNIXSocketStream.from_socket(unixpath.connect_now(Names.API_SOCKET, self._root_fd))
         try:
             await stream.send(exchange.sent)
             whole = False

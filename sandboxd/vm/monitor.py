@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import anyio
-from anyio.abc import SocketStream
+from anyio.abc import SocketStream, UNIXSocketStream
 
 from sandboxd import unixpath
 from sandboxd.vm.qmp import Answer, Decoder, Event, Fault, Greeting, Message, QmpError, command
@@ -50,8 +50,7 @@ class Monitor:
     @classmethod
     async def connect(cls, path: Path) -> Monitor:
         """Greets the VMM that serves `path`. The deadline is the caller's. Raises OSError or MonitorError."""
-        with unixpath.named(path) as name:
-            monitor = cls(await anyio.connect_unix(name))
+        monitor = cls(await UNIXSocketStream.from_socket(unixpath.connect_now(path)))
         try:
             await monitor._until(lambda: monitor._greeted)
             await monitor.execute("qmp_capabilities")

@@ -105,6 +105,16 @@ async def test_a_call_and_its_answer(root: int) -> None:
 
 
 @pytest.mark.anyio
+async def test_a_vmm_that_takes_no_more_connections_is_not_waited_for(root: int) -> None:
+    name = Names.API_SOCKET
+    with unixpath.bind(root, name, backlog=0), unixpath.connect_now(name, root):
+        with pytest.raises(CallFailed, match="no connection: Resource temporarily unavailable"):
+            await Client(root).send(HURRIED)
+        with anyio.fail_after(0.3), pytest.raises(CallFailed, match="connecting to the API: Resource temporarily"):
+            await Client(root).listening()
+
+
+@pytest.mark.anyio
 async def test_a_get_has_no_body_and_its_answer_is_read(root: int) -> None:
     async def speak(stream: SocketStream) -> None:
         request, body = await hearing(stream)

@@ -259,3 +259,16 @@ def with_broken_pipes_allowed(path: Path, speak: Speak, act: Callable[[], Awaita
             await speak(peer)
 
     talk(path, tolerant, act)
+
+
+def test_a_vmm_that_takes_no_more_connections_is_not_waited_for(path: Path) -> None:
+    async def connect() -> None:
+        with anyio.fail_after(0.3):
+            await Monitor.connect(path)
+
+    dir_fd = os.open(path.parent, os.O_PATH)
+    try:
+        with unixpath.bind(dir_fd, path.name, backlog=0), unixpath.connect_now(path), pytest.raises(BlockingIOError):
+            anyio.run(connect)
+    finally:
+        os.close(dir_fd)
