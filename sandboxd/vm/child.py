@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import anyio
 
@@ -98,10 +98,11 @@ def launch(
     role: str, command: Callable[[int, int], list[str]], fds: Sequence[int], filter: bytes, directory: str = "/"
 ) -> Child:
     """The same for any command in which bubblewrap is told where to say the program's pid, and where its filter is."""
-    info_read, info_write = os.pipe2(os.O_CLOEXEC)
-    stderr_read, stderr_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    filter_fd = os.memfd_create("seccomp", os.MFD_CLOEXEC)
-    try:
+    with ExitStack() as passed, ExitStack() as kept:
+        info_read, info_write = _pipe(kept, passed, os.O_CLOEXEC)
+        stderr_read, stderr_write = _pipe(kept, passed, os.O_CLOEXEC | os.O_NONBLOCK)
+        filter_fd = os.memfd_create("seccomp", os.MFD_CLOEXEC)
+        passed.callback(os.close, filter_fd)
         os.write(filter_fd, filter)
         os.lseek(filter_fd, 0, os.SEEK_SET)
         popen = subprocess.Popen(
@@ -117,11 +118,12 @@ def launch(
             # VMM.
             restore_signals=False,
         )
-    except BaseException:
-        os.close(info_read)
-        os.close(stderr_read)
-        raise
-    finally:
-        for fd in (info_write, stderr_write, filter_fd):
-            os.close(fd)
+        kept.pop_all()
     return Child(role, popen, info_read, stderr_read)
+
+
+def _pipe(reading: ExitStack, writing: ExitStack, flags: int) -> tuple[int, int]:
+    read, write = os.pipe2(flags)
+    reading.callback(os.close, read)
+    writing.callback(os.close, write)
+    return read, write

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from sandboxd.vm import child
 from tests.vm import probing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,3 +201,17 @@ def test_a_program_that_cannot_start_is_seen_at_once(directory: Path) -> None:
             return await probing.run(Path("/bin/false"), [], [], ((broken, "/broken"),))
 
     assert anyio.run(start) == ""
+
+
+def test_what_finds_no_descriptor_left_keeps_none() -> None:
+    spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    os.close(spare)
+    before, limits = os.listdir("/proc/self/fd"), resource.getrlimit(resource.RLIMIT_NOFILE)
+    for room in range(7):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare + room, limits[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                child.launch("none", lambda *_: ["/bin/true"], (), b"")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert os.listdir("/proc/self/fd") == before, room
