@@ -18,6 +18,7 @@ AUDIT_ARCH_X86_64 = 0xC000003E
 X32_BIT = 0x40000000
 AF_UNIX = 1
 SYS_SOCKET, SYS_SOCKETPAIR = 41, 53
+SYS_IOCTL = 16
 SYS_CLONE = 56
 SYS_FCNTL = 72
 SYS_CLONE3 = 435
@@ -26,6 +27,7 @@ CLONE_NEWNS, CLONE_NEWPID = 0x00020000, 0x20000000
 CLONE_NEW = CLONE_NEWNS | CLONE_NEWPID | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x40000000
 
 F_SETLEASE = 1024
+USERFAULTFD_IOC_NEW = 0xAA00  # linux/userfaultfd.h
 
 EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
 
@@ -106,8 +108,11 @@ def jailing_program() -> bytes:
     refused = {name: number for name, number in REFUSED.items() if name not in JAILS}
     others = CLONE_NEW & ~(CLONE_NEWNS | CLONE_NEWPID)
     namespaces = [_step(_LOAD, _FIRST_ARGUMENT), _step(_IF_ANY_BIT, others, 0, 1), _refuse(EPERM)]
+    # The jailer puts /dev/userfaultfd into its jail, which gives what the call of that name gives, and faults of the
+    # kernel's own besides. Memory comes from a file here.
+    faults = [_step(_LOAD, _FIRST_ARGUMENT + 8), _step(_IF_EQUAL, USERFAULTFD_IOC_NEW, 0, 1), _refuse(EPERM)]
     steps = [*_ours_alone(), *_refusals(refused), *_of_call(REFUSED["unshare"], namespaces)]
-    return b"".join([*steps, *_tail(others)])
+    return b"".join([*steps, *_of_call(SYS_IOCTL, faults), *_tail(others)])
 
 
 def _ours_alone() -> list[bytes]:

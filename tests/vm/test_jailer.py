@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxd.vm import jail, jailer
+from sandboxd.vm import jail, jailer, seccomp
 from sandboxd.vm.jail import Limits
 from sandboxd.vm.jailer import Cell, Tools
 
@@ -106,3 +107,28 @@ def test_where_a_jail_could_hold_no_device_or_program(tmp_path: Path, option: st
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert said == "\n" if "," in option else f"is mounted {option}, and a jail" in said
+
+
+FILTERED = """
+import ctypes, fcntl, os, sys
+filter = sys.stdin.buffer.read()
+code = ctypes.create_string_buffer(filter, len(filter))
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+program = Program(len(filter) // 8, ctypes.addressof(code))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0, ctypes.get_errno()  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+for request in (0xAA00, 0xAE00):
+    try:
+        fcntl.ioctl(os.open("/dev/null", os.O_RDWR), request)
+    except OSError as error:
+        print(error.errno)
+"""
+
+
+def test_the_jailers_userfaultfd_gives_nothing_and_other_devices_answer_for_themselves() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", FILTERED], input=seccomp.jailing_program(), capture_output=True, check=True
+    ).stdout
+    assert list(map(int, said.split())) == [errno.EPERM, errno.ENOTTY]
