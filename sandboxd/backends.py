@@ -253,7 +253,7 @@ def find_firecracker(asked: Asked) -> firecracker_machine.Tools:
         arch=arch,
         instance=asked.instance,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-        groups=cgroups.find() if root else None,
+        groups=cgroups.usable() if root else None,
     )
 
 

@@ -182,6 +182,32 @@ def find(mounts: str | None = None) -> Hierarchy:
     return Hierarchy(1, tuple(dict.fromkeys(v1[name] for name in CONTROLLERS)))
 
 
+def usable(mounts: str | None = None) -> Hierarchy:
+    """What `find` finds, once a group was made there and removed again. Raises SetupError where none can be: in a
+    container, say, control groups may be there to be read alone, or be full of processes."""
+    found = find(mounts)
+    trial = found.group("trial", str(os.getpid()))
+    try:
+        trial.make(Limits(1, 64 << 20, 16))
+    except OSError as fault:
+        raise SetupError(_unusable(found, fault)) from None
+    trial.remove()
+    return found
+
+
+def _unusable(found: Hierarchy, fault: OSError) -> str:
+    places = ", ".join(map(str, found.roots))
+    said = f"no control group can be made below {places}, so nothing would limit what a machine uses: "
+    if fault.errno == errno.EBUSY and found.version == 2:
+        # cgroup-v2.rst, "No Internal Process Constraint"; the host's own root is free of it.
+        return (
+            f"{said}processes are in it itself, as in a container. Move them into one below: mkdir {places}/own; "
+            f"for p in $(cat {places}/cgroup.procs); do echo $p > {places}/own/cgroup.procs; done"
+        )
+    closed = fault.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
+    return f"{said}{fault.strerror or 'it fails'}{'; mount it so that root can write there' if closed else ''}"
+
+
 def _make(directory: Path, version: int) -> None:
     parent = directory.parent
     for _ in range(TRIES):

@@ -85,7 +85,7 @@ def find_tools(vsock: Path, instance: str, accelerator: Accelerator = Accelerato
         accelerator=accelerator,
         instance=instance,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-        groups=cgroups.find() if os.geteuid() == 0 else None,
+        groups=cgroups.usable() if os.geteuid() == 0 else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -60,6 +61,33 @@ def test_version_2_is_taken_where_it_has_the_controllers(tmp_path: Path) -> None
 def test_a_host_without_one_is_told_which() -> None:
     with pytest.raises(SetupError, match="pids"):
         cgroups.find(V1.replace("pids", "rdma"))
+
+
+def hierarchy(directory: Path) -> str:
+    """The line of one that has only what it is found by."""
+    (directory / "cgroup.controllers").write_text("cpu memory pids\n")
+    return f"cgroup2 {directory} cgroup2 rw 0 0\n"
+
+
+def test_where_no_group_can_be_made_a_start_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=f"no control group can be made below {tmp_path}, .*the kernel has no such"):
+        cgroups.usable(hierarchy(tmp_path))
+
+
+def test_processes_in_a_containers_own_group_are_to_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(*_: object) -> None:
+        raise OSError(errno.EBUSY, "busy")
+
+    monkeypatch.setattr(Group, "make", make)
+    with pytest.raises(SetupError, match=f"as in a container. Move them into one below: mkdir {tmp_path}/own; for"):
+        cgroups.usable(hierarchy(tmp_path))
+
+
+def test_the_trial_leaves_nothing() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may make control groups")
+    assert cgroups.usable() == cgroups.find()
+    assert str(os.getpid()) not in cgroups.find().ids("trial")
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "x" * 65])
