@@ -144,6 +144,8 @@ class Volumes:
         try:
             if uid is not None:
                 os.chown(path, uid, uid)
+            # A machine under Firecracker that was to read it alone left it so that nobody can write.
+            os.chmod(path, 0o600)
             done = await self._recover(path, sandbox_id, uid)
         finally:
             if uid is not None:

@@ -263,12 +263,14 @@ def test_a_reader_of_a_volume_left_unclean_finds_it_replayed(other: Rig) -> None
     path = other.state / "volumes" / "unclean.ext4"
     soil(path)
     assert needs_recovery(path)
+    path.chmod(0o444)  # as root's Firecracker leaves what it only read
     other.knob("recover_s", "0.3")
     with ThreadPoolExecutor(3) as pool:
         made = list(pool.map(lambda _: other.create(volumes=[mount("unclean", read_only=True)]), range(3)))
     assert not needs_recovery(path)
     assert other.log.read_text().count("volume unclean: its last writer ended without notice") == 1
     assert (path.stat().st_uid, path.stat().st_gid) == (os.geteuid(), os.getegid())
+    assert path.stat().st_mode & 0o777 == 0o600
     for sandbox in made:
         other.call("DELETE", f"{S}/{sandbox}")
     remove(other, "unclean")
