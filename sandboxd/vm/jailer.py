@@ -73,6 +73,8 @@ def argv(cell: Cell, group: Sequence[str], info_fd: int, seccomp_fd: int, argume
         command += [f"--nproc={limits.processes}"]
     command += [str(cell.tools.jail.bwrap), "--dev-bind", "/", "/", "--unshare-ipc", "--unshare-uts"]
     command += ["--hostname", "vmm", "--chdir", "/", "--clearenv", "--cap-add", "ALL"]
+    # There the jailer looks whether it can give its VMM /dev/userfaultfd, the device of a call that `seccomp` refuses.
+    command += ["--ro-bind", "/dev/null", "/proc/misc"]
     if cell.netns is None:
         command += ["--unshare-net"]
     command += ["--seccomp", str(seccomp_fd), "--info-fd", str(info_fd), "--"]

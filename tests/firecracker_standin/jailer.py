@@ -136,12 +136,13 @@ def run(jail: Jail, installed: Path, started: tuple[int, int]) -> NoReturn:
         resource.setrlimit(kind, (value, value))
     _join_cgroups(jail)
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC) if jail.daemonize else None
+    devices = DEVICES | _userfaultfd()
     _change_root(jail.root)
     for folder in FOLDERS:
         os.makedirs(folder, exist_ok=True)
         os.chmod(folder, 0o700)
         os.chown(folder, jail.uid, jail.gid)
-    for path, (major, minor) in DEVICES.items():
+    for path, (major, minor) in devices.items():
         os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(major, minor))
         os.chown(path, jail.uid, jail.gid)
     if null is not None:
@@ -298,6 +299,15 @@ def _inherit(group: Path, file: str, depth: int) -> None:
     if not value:
         raise JailerError(f"Failed to inherit cgroups configurations from file {file} in path {group}")
     (group / file).write_text(f"{value}\n")
+
+
+def _userfaultfd() -> dict[str, tuple[int, int]]:
+    """A device that the kernel gave a number of its choice, where there is one and /proc/misc can be read."""
+    try:
+        rows = [line.split(" ") for line in Path("/proc/misc").read_text().splitlines()]
+    except OSError:
+        return {}
+    return {f"/dev/{row[1]}": (10, int(row[0])) for row in rows if row[1:] == ["userfaultfd"]}
 
 
 def _change_root(root: Path) -> None:

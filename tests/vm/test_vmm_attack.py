@@ -67,7 +67,7 @@ ATTEMPTS: list[tuple[str, Collection[str]]] = [
     *((f"open {path}", NOTHING) for path in (
         "/etc/shadow", "/etc/passwd", "/../../../../etc/passwd", "/proc/self/status", "/proc/1/root/etc/passwd",
         "/proc/self/exe", "/proc/self/fd/0", "/sys/kernel", "/sys/fs/cgroup/cgroup.procs", "/dev/null", "/dev/mem",
-        "/dev/sda", "/dev/vda", "/dev/vsock", "/tmp", "/run/lock", "/home", "/root", "/usr/bin/env",
+        "/dev/sda", "/dev/vda", "/dev/vsock", "/dev/userfaultfd", "/tmp", "/run/lock", "/home", "/root", "/usr/bin/env",
         f"{TOP}/secret", f"{TOP}/treasure/gold", f"{TOP}/other/scratch", f"{TOP}/other/own", str(ROOT),
     )),
     (call("open_by_handle_at", -100, "$buffer", 0), (EPERM,)),
