@@ -37,7 +37,7 @@ VMM = "Firecracker"
 START_S = 20.0
 CONSOLE_BYTES = 64 * 1024
 OVERHEAD_BYTES = 256 << 20  # beside the guest's memory; Firecracker's own is a few MiB, the rest is the drives' pages
-FILES = 256
+FILES = 2048  # one for a connection over vsock, of which it takes 1023; the jailer's own default
 HOME = "/vm"
 KVM = Path("/dev/kvm")
 

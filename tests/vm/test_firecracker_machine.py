@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -252,6 +253,9 @@ def test_it_boots_with_its_tap_is_found_again_and_leaves_nothing(
         assert tools.groups.group(INSTANCE, "box_2").pids() == {pid}
         for space in ("pid", "net", "ipc", "uts", "mnt"):
             assert os.readlink(f"/proc/{pid}/ns/{space}") != os.readlink(f"/proc/self/ns/{space}"), space
+        # As many connections as Firecracker takes, and QEMU's device; where no more are open, it tries without end.
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        assert 1023 + 256 <= soft == hard <= 4096
         root = machine.vsock_path.parent
         for name in ("kernel", "initramfs", "drive0", "drive1"):
             info = (root / name).stat()
