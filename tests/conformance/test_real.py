@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from sandboxd.assembly import instance
+from sandboxd.vm import cgroups
 from tests.conformance.live import daemon, suite
-from tests.daemon import Daemon
+from tests.daemon import Daemon, assets_dir
+from tests.firecracker_standin.standin import SHIM
 from tests.path.test_users import UID
 from tests.sandboxd.pki import Authority
 from tests.sandboxd.reach import TOKEN, ports, token_files
@@ -44,6 +48,23 @@ def test_the_daemon_conforms(short_tmp: Path) -> None:
     with daemon(short_tmp / "conformance") as (running, prefix):
         passes([*prefix, *suite(f"unix://{running.socket}", "-q")], *(() if prefix else (UNNETWORKED,)))
     left_clean(running)
+
+
+@pytest.mark.vm
+@pytest.mark.soak
+@pytest.mark.skipif(os.geteuid() != 0, reason="the jailer needs root")
+@pytest.mark.timeout(LIMIT_S + 120)
+def test_the_daemon_conforms_through_firecracker() -> None:
+    """As `make conformance-firecracker` does, with the stand-ins."""
+    if not SHIM.is_file():
+        pytest.skip("no build/firecracker-standin: make standins")
+    # On the images' file system: jails hold further names of them.
+    with tempfile.TemporaryDirectory(prefix="sbx-", dir=assets_dir().parent) as directory:
+        with daemon(Path(directory) / "d", firecracker=True) as (running, prefix):
+            passes([*prefix, *suite(f"unix://{running.socket}", "-q")], *(() if prefix else (UNNETWORKED,)))
+            assert running.client.capabilities().backend == "firecracker"
+        left_clean(running)
+        assert cgroups.find().ids(instance(running.state)) == set()
 
 
 @pytest.mark.vm
