@@ -24,6 +24,7 @@ from tests.daemon import Daemon, assets_dir
 from tests.firecracker_standin.standin import SHIM, Standin
 
 NONE = NetworkRequest("none")
+TAP = "/network-interfaces/eth0"
 CANARY = "value-2f1c7a90b6"
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the jailer needs root")
 
@@ -96,13 +97,20 @@ def test_a_sandbox_from_create_to_delete_and_over_a_killed_daemon(daemon: Daemon
 
 
 @pytest.mark.parametrize("fault", ["refuse", "die"])
-def test_a_vmm_that_fails_is_an_error_that_names_the_call(daemon: Daemon, standin: Standin, fault: str) -> None:
-    standin.fail({"do": fault, "path": "/vsock"})
+@pytest.mark.parametrize(("path", "network"), [("/vsock", NONE), (TAP, None), ("/actions", None)])
+def test_a_vmm_that_fails_is_an_error_that_names_the_call(
+    daemon: Daemon, standin: Standin, path: str, network: NetworkRequest | None, fault: str
+) -> None:
+    asked = len(standin.calls())
+    standin.fail({"do": fault, "path": path})
     try:
-        with pytest.raises(SandboxError, match="the sandbox did not start: PUT /vsock: "):
-            daemon.client.create(Create(memory_mb=512, network=NONE))
+        with pytest.raises(SandboxError, match=f"the sandbox did not start: PUT {path}: "):
+            daemon.client.create(Create(memory_mb=512, network=network))
     finally:
         standin.fail()
+    taps = [call for call in standin.calls()[asked:] if call["path"] == TAP]
+    assert len(taps) == (network is None)
+    assert cgroups.find().ids(instance(daemon.state)) == set()
     assert daemon.leftovers() == []
 
 
