@@ -145,8 +145,8 @@ class Chosen:
     def allowed(self) -> str:
         """What is known against the version of Firecracker that is used all the same; empty where nothing is."""
         tools = self._now.tools
-        if isinstance(tools, firecracker_machine.Tools):
-            return firecracker_versions.fault(tools.version) or ""
+        if isinstance(tools, firecracker_machine.Tools) and (known := firecracker_versions.against(tools.version)):
+            return f"Firecracker {tools.version} is taken, as --allow-firecracker says: {known}"
         return ""
 
     def why_not_shared(self) -> str:

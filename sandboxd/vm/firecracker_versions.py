@@ -96,15 +96,19 @@ def read(text: str) -> Version:
     return Version((int(found[1]), int(found[2]), int(found[3])), found[4] or "")
 
 
-def fault(version: Version) -> str | None:
-    """Why the version is refused, and what to do; None for one that is taken."""
+def against(version: Version) -> str:
+    """What is known against it; empty where nothing is."""
     known = _known(version.number)
     # What is not a release may have been built before the fix came in.
     if not known and version.suffix:
-        reasons = "it is not a release, and nobody can tell which faults it has"
-    elif known:
-        reasons = "; ".join(f"{row.why}, see {row.source}" for row in known)
-    else:
+        return "it is not a release, and nobody can tell which faults it has"
+    return "; ".join(f"{row.why}, see {row.source}" for row in known)
+
+
+def fault(version: Version) -> str | None:
+    """Why the version is refused, and what to do; None for one that is taken."""
+    reasons = against(version)
+    if not reasons:
         return None
     good = ", ".join(str(Version(number)) for number in sorted({row.fixed for row in KNOWN}) if not _known(number))
     return (

@@ -6,7 +6,8 @@ Started as a process of its own, so that it can be killed. Files in STATE-DIR/..
 machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with; with `no_end`
 machines say that they did not end; `speaks` is the protocol version the daemon is to have, `patience` its seconds of
 `heartbeat`; `events` what the stand-in network tells, `report` what it answers, `no_open` and `no_update` let it fail;
-`limits` (JSON) are other ones than the product's; `no_bind` says why no directory can be shared.
+`limits` (JSON) are other ones than the product's; `no_bind` says why no directory can be shared,
+`allowed` what is known against the VMM.
 """
 
 from __future__ import annotations
@@ -324,6 +325,7 @@ def parts(settings: Settings) -> Parts:
     return Parts(
         backend, settle, prepare, egress, "a stand-in without one" if settings.no_network else "", registries,
         Limits(**json.loads(backend.knob("limits") or b"{}")), lambda: backend.knob("no_bind").decode(),
+        backend.knob("allowed").decode(),
     )  # fmt: skip
 
 

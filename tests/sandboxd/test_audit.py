@@ -162,6 +162,19 @@ def test_no_log(place: Path) -> None:
         assert not log_of(rig).exists()
 
 
+def test_a_vmm_that_the_operator_allowed(place: Path) -> None:
+    rig = Rig(place)
+    rig.knob("allowed", "Firecracker 1.14.3 is taken, as --allow-firecracker says: it has a fault\x1b[31m")
+    with rig:
+        found = [line for line in written(log_of(rig)) if line["type"] == "backend.allowed"]
+        assert [line["reason"].partition("\x1b")[0] for line in found] == [
+            "Firecracker 1.14.3 is taken, as --allow-firecracker says: it has a fault"
+        ]
+        assert "sandboxd: Firecracker 1.14.3 is taken" in rig.log.read_text()
+        assert "\x1b" not in rig.log.read_text()
+        holds(rig)
+
+
 def test_a_log_elsewhere(place: Path) -> None:
     (place / "logs").mkdir(mode=0o700)
     with Rig(place, "--audit-log", str(place / "logs" / "it")) as rig:

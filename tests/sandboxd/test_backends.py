@@ -171,6 +171,7 @@ def test_a_version_that_the_operator_allows(asked: Asked, said: str, taken: bool
     chosen = choose(replace(asked, allowed=said))
     assert (chosen.name == "firecracker") is taken
     assert ("CVE-2026-5747" in chosen.allowed) is taken
+    assert chosen.allowed.startswith("Firecracker 1.14.3 is taken, as --allow-firecracker says: ") is taken
 
 
 @pytest.mark.parametrize(
