@@ -142,19 +142,27 @@ async def snapshot(machine: FirecrackerMachine, spec: MachineSpec, directory: Pa
     """Saves what the machine has in memory to `directory`, which is made, and ends it: a VMM that goes on could go on
     writing to what it has saved, and in some versions nobody reaches a guest that is resumed in place. Whoever wants
     it to go on restores it. To what is saved belong its drives, as they are when this returns: those are the caller's
-    to keep. Raises SandboxError with no machine and no directory left."""
+    to keep. Raises SandboxError: with the machine untouched where there is no room for what is saved, else with no
+    machine and no directory left."""
     new = directory.with_name(f"{directory.name}.new")  # what has its name is whole
     try:
-        await anyio.to_thread.run_sync(saved_files.make_room, new, directory)
+        await anyio.to_thread.run_sync(saved_files.make_room, new, directory, spec.memory_mb)
+    except (SandboxError, OSError) as fault:
+        raise _unsaved(spec, fault) from fault
+    try:
         await machine.save(spec, new)
         new.rename(directory)
     except (CallFailed, SandboxError, OSError) as fault:
-        why = jailer.reason(fault) if isinstance(fault, OSError) else fault
-        raise SandboxError(f"{spec.id} could not be saved: {why}") from fault
+        raise _unsaved(spec, fault) from fault
     finally:
         with anyio.CancelScope(shield=True):
             await machine.terminate()
             await anyio.to_thread.run_sync(trees.remove, new)
+
+
+def _unsaved(spec: MachineSpec, fault: Exception) -> SandboxError:
+    why = jailer.reason(fault) if isinstance(fault, OSError) else fault
+    return SandboxError(f"{spec.id} could not be saved: {why}")
 
 
 async def restore(

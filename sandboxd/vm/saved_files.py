@@ -19,11 +19,15 @@ STATE_BYTES = 10 << 20  # Firecracker has the same bound for what it reads (snap
 NAMES = {Names.SNAPSHOT: "state", Names.MEMORY: "memory"}
 
 
-def make_room(new: Path, directory: Path) -> None:
-    """An empty directory `new`, to become `directory`. Raises SandboxError, OSError. Blocking."""
+def make_room(new: Path, directory: Path, memory_mb: int) -> None:
+    """An empty directory `new`, to become `directory`, on a disk that has room for both files. Raises SandboxError,
+    OSError. Blocking."""
     if directory.exists():
         raise SandboxError("there is a snapshot of that name already")
     trees.remove(new)  # of a daemon that was killed
+    disk = os.statvfs(new.parent)
+    if disk.f_bavail * disk.f_frsize < (memory_mb << 20) + STATE_BYTES:
+        raise SandboxError(f"its {memory_mb} MiB of memory find no room on the disk")
     new.mkdir(mode=0o700)
 
 

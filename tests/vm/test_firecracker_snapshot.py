@@ -236,12 +236,32 @@ def test_a_fault_at_any_call_of_saving_ends_the_machine_and_names_the_call(
     assert os.listdir(place) == ["own"]
 
 
+def not_begun(place: Path, memory_mb: int, why: str) -> None:
+    """The machine is asked for nothing, and goes on."""
+    vmm = cheating(place, honest)
+
+    async def main() -> None:
+        with pytest.raises(SandboxError, match=f"^box_1 could not be saved: {why}"):
+            await firecracker_machine.snapshot(
+                vmm.machine, replace(described(place), memory_mb=memory_mb), place / "kept"
+            )
+        assert processes.read_record(place / "own") is not None
+        assert vmm.root.exists()
+        await vmm.machine.terminate()
+
+    anyio.run(main)
+
+
 def test_a_snapshot_that_is_there_stays_as_it_is(place: Path) -> None:
     (place / "kept").mkdir()
     (place / "kept" / "memory").write_text("before")
-    with pytest.raises(SandboxError, match="could not be saved: there is a snapshot"):
-        save(place, cheating(place, honest))
+    not_begun(place, 64, "there is a snapshot")
     assert (place / "kept" / "memory").read_text() == "before"
+
+
+def test_memory_that_finds_no_room_is_not_begun_with(place: Path) -> None:
+    not_begun(place, 1 << 30, f"its {1 << 30} MiB of memory find no room")
+    assert os.listdir(place) == ["own"]
 
 
 def test_a_machine_that_is_ended_while_it_is_saved_leaves_no_snapshot(place: Path) -> None:
