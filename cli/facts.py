@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from cli import advisories, githard, place
@@ -86,10 +87,11 @@ def program(name: str, command: str) -> Iterator[Fact]:
 
 
 def firecracker() -> Iterator[Fact]:
-    """Its version, and why sandboxd would not take it."""
-    path = shutil.which("firecracker", path=search(os.environ.get("PATH", "")))
+    """Its version, and why sandboxd would not take it, where none is named to that."""
+    places = firecracker_versions.PLACES
+    path = shutil.which("firecracker", path=places)
     if path is None:
-        yield "firecracker", "none: QEMU runs machines"
+        yield "firecracker", f"none in {places}: QEMU runs machines"
         return
     said = program_version(path)
     yield "firecracker", said
@@ -99,6 +101,21 @@ def firecracker() -> Iterator[Fact]:
         fault = f"{path}: {why}"
     if fault is not None:
         yield "firecracker is BAD", [fault]
+    elif os.geteuid() == 0 and (fault := without_jailer(path, said)):
+        yield "firecracker is not used", [fault]
+
+
+def without_jailer(path: str, said: str) -> str:
+    """Why root's sandboxd cannot start the Firecracker at `path`, which says its version; empty where it can."""
+    beside = os.path.join(os.path.dirname(os.path.realpath(path)), "jailer")
+    found = beside if os.path.isfile(beside) else shutil.which("jailer", path=firecracker_versions.PLACES)
+    if found is None:
+        return "there is no jailer beside it, and root's sandboxd starts it by that alone"
+    its = program_version(found)
+    with suppress(ValueError):
+        if firecracker_versions.parse(its) == firecracker_versions.parse(said):
+            return ""
+    return f"{found} says: {its}; it and Firecracker belong together"
 
 
 def program_version(path: str) -> str:

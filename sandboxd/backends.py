@@ -41,7 +41,6 @@ from sandboxd.vm.machine import Machine, MachineSpec
 log = logging.getLogger("sandboxd")
 
 VERSION_S = 10.0
-PLACES = "/usr/local/bin:/usr/bin:/usr/local/sbin:/usr/sbin"  # whatever PATH says
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +265,7 @@ def is_allowed(asked: Asked, version: Version) -> bool:
 
 
 def _program(name: str, given: str) -> Path:
-    found = given or shutil.which(name, path=PLACES)
+    found = given or shutil.which(name, path=firecracker_versions.PLACES)
     if found is None:
         raise SetupError(f"{name} is not installed; put it in /usr/local/bin, or name it with --{name}")
     path = Path(found)

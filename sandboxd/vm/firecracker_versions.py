@@ -14,6 +14,8 @@ Number = tuple[int, int, int]
 
 _VERSION = re.compile(r"v?(\d{1,4})\.(\d{1,4})\.(\d{1,4})([-+][A-Za-z0-9.+-]{1,64})?", re.ASCII)
 _PRINTED = re.compile(rf"(?:Firecracker|Jailer) ({_VERSION.pattern})", re.ASCII)
+PLACES = "/usr/local/bin:/usr/bin:/usr/local/sbin:/usr/sbin"
+"""Where Firecracker and its jailer are looked for, whatever PATH says."""
 _RELEASES = "https://github.com/firecracker-microvm/firecracker/releases"
 
 

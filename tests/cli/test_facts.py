@@ -17,6 +17,7 @@ from cli import advisories, doctor, facts
 from cli.advisories import ADVISORIES
 from cli.facts import Chain
 from sandboxd.client import Capabilities, Network
+from sandboxd.vm import firecracker_versions
 from tests.cli.person import Person
 from tests.sandboxd.rig import ROOT
 
@@ -68,12 +69,40 @@ def test_no_program_of_the_working_directory_is_run(
 def test_a_firecracker_that_sandboxd_refuses_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, part: str | None
 ) -> None:
-    (tmp_path / "firecracker").write_text(f"#!/bin/sh\necho '{said}'\n")
-    (tmp_path / "firecracker").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    says(tmp_path / "firecracker", said)
+    says(tmp_path / "jailer", said.replace("Firecracker", "Jailer"))
+    monkeypatch.setattr(firecracker_versions, "PLACES", str(tmp_path))
     told = dict(facts.firecracker())
     assert told.pop("firecracker") == said
     assert [part in line for lines in told.values() for line in lines] == ([] if part is None else [True])
+
+
+def says(program: Path, version: str) -> None:
+    program.write_text(f"#!/bin/sh\necho '{version}'\n")
+    program.chmod(0o755)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's sandboxd needs the jailer")
+@pytest.mark.parametrize(
+    ("jailer", "part"),
+    [
+        (None, "there is no jailer beside it"),
+        ("Jailer v1.15.1", "jailer says: Jailer v1.15.1; it and Firecracker belong together"),
+        ("no version", "it and Firecracker belong together"),
+    ],
+)
+def test_a_jailer_that_is_lacking_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jailer: str | None, part: str
+) -> None:
+    says(tmp_path / "firecracker", "Firecracker v1.16.1")
+    if jailer is not None:
+        says(tmp_path / "jailer", jailer)
+    monkeypatch.setattr(firecracker_versions, "PLACES", str(tmp_path))
+    told = dict(facts.firecracker())
+    assert part in told["firecracker is not used"][0]
+    (tmp_path / "jailer").unlink(missing_ok=True)
+    (tmp_path / "firecracker").unlink()
+    assert dict(facts.firecracker()) == {"firecracker": f"none in {tmp_path}: QEMU runs machines"}
 
 
 @pytest.mark.parametrize(("program", "said", "bad"), VERSIONS, ids=[row[1] for row in VERSIONS])

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from sandboxd import __main__ as daemon
-from sandboxd import backends
 from sandboxd.vm import firecracker, firecracker_versions
 from sandboxd.vm.firecracker_versions import Feature, Known, Version
 from tests.hardware import check
@@ -42,7 +41,7 @@ def test_its_flags_exist() -> None:
 
 def test_parts_places_and_limits() -> None:
     assert re.findall(r"^\| `([a-z]+)` \|", PAGE, re.MULTILINE) == list(check.PARTS)
-    assert all(f"`{place}`" in PAGE for place in backends.PLACES.split(":"))
+    assert all(f"`{place}`" in PAGE for place in firecracker_versions.PLACES.split(":"))
     assert f"More than {firecracker.MAX_CPUS} processors or {firecracker.MAX_DRIVES} drives" in PAGE
     assert "\ncheck-kvm:" in (ROOT / "Makefile").read_text()
 

@@ -15,7 +15,7 @@ from sandboxd import backends
 from sandboxd.assets.prepare import Assets
 from sandboxd.backends import Asked, Chosen
 from sandboxd.errors import BootFailed, SetupError
-from sandboxd.vm import commands, kvm, processes
+from sandboxd.vm import commands, firecracker_versions, kvm, processes
 from sandboxd.vm.processes import Record
 
 GOOD = "1.16.1"
@@ -189,7 +189,7 @@ def test_what_cannot_be_used_is_named(asked: Asked, changes: dict[str, Any], par
 
 
 def test_where_it_is_not_installed_both_ways_are_named(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "PLACES", str(asked.state_dir / "empty"))
+    monkeypatch.setattr(firecracker_versions, "PLACES", str(asked.state_dir / "empty"))
     with pytest.raises(SetupError, match=r"not installed; put it in /usr/local/bin, or name it with --firecracker"):
         choose(replace(asked, backend="firecracker", firecracker=""))
 
