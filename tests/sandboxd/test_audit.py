@@ -170,7 +170,7 @@ def test_a_vmm_that_the_operator_allowed(place: Path) -> None:
         assert [line["reason"].partition("\x1b")[0] for line in found] == [
             "Firecracker 1.14.3 is taken, as --allow-firecracker says: it has a fault"
         ]
-        assert "sandboxd: Firecracker 1.14.3 is taken" in rig.log.read_text()
+        assert "WARNING Firecracker 1.14.3 is taken" in rig.log.read_text()
         assert "\x1b" not in rig.log.read_text()
         holds(rig)
 
