@@ -163,7 +163,7 @@ OPERATIONS: list[tuple[str, Operation, set[str]]] = [
     ("what would run is listed",
      lambda ground, mirror: gate.review(ground.repo(), f"{ground.base}~1", ground.base), set()),
     ("a bind's directory is looked at", lambda ground, mirror: survey.snapshot(ground.world.repo), set()),
-    ("to the mirror and back", to_the_mirror_and_back, {"refs/sandbox/up", f"refs/sandbox/mirror/{SANDBOX}"}),
+    ("to the mirror and back", to_the_mirror_and_back, {"refs/sandbox/up", "refs/sandbox/mirror/up"}),
     ("runs that were cut off are looked for", look_for_runs, set()),
     ("who the person is, and what is under way", what_git_is_told, set()),
 ]  # fmt: skip

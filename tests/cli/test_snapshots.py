@@ -97,7 +97,7 @@ SAID: list[tuple[str, list[Any], str]] = [
     ("suspend x", error("not_found", "no such sandbox", "404 N"), "no such sandbox: x; see sandbox-cli list"),
     ("suspend box", error("conflict", "a process runs in it", "409 C"), "a process runs in it"),
     ("snapshot rm ls", [], "'ls' is no snapshot's id: it is snp_ and 16 digits"),
-    ("snapshot a b", [], "snapshot: an argument is missing, too many, or given twice; see"),
+    ("snapshot a b", [], "snapshot: an argument is missing, too many, or given twice: sandbox-cli snapshot"),
     ("snapshot-schedule box", [], "snapshot-schedule: an argument is missing"),
     ("snapshot-schedule --every 5 box", [], "--every 5: not a length of time such as"),
     ("snapshot-schedule --every 0 box", [], "--every 0: whole seconds, and more than none"),

@@ -191,7 +191,8 @@ def test_a_create_that_cannot_be_configured_leaves_nothing_of_what_waited(pool: 
 
 
 def test_usage_is_measured_and_reading_it_is_no_activity(other: Rig) -> None:
-    box = other.create(name="used", idle_timeout_secs=8)
+    # Measured every 5 s, the second time before it has been idle for so long.
+    box = other.create(name="used", idle_timeout_secs=12)
     other.start_process(box, "sleep", "2")
     assert other.call("GET", f"{S}/sbx_{'0' * 16}/metrics").code == "not_found"
 
