@@ -35,6 +35,7 @@ INSTANCE = f"t{os.getpid()}"
 UIDS = range(FIRST_UID, FIRST_UID + 16)
 USER = 4242  # no account of this machine
 STOP_S = 60
+STEP = "QEMU's monitor|starting"  # a busy host sees the end of both before it has looked at the first
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +292,7 @@ def test_a_start_that_fails_names_its_step_and_leaves_nothing(
 
 @pytest.mark.parametrize(
     ("program", "code", "step"),
-    [("/bin/false", 1, "QEMU's monitor"), ("/bin/sleep", 1, "QEMU's monitor")],
+    [("/bin/false", 1, STEP), ("/bin/sleep", 1, STEP)],
     ids=["ends at once", "does not know its options"],
 )
 def test_a_vmm_that_is_none_fails_the_start(directory: Path, tools: Tools, program: str, code: int, step: str) -> None:
