@@ -8,6 +8,7 @@ only in a machine that has a network.
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import struct
 
@@ -34,9 +35,10 @@ _RTENTRY: Final = struct.Struct("8x16s16s16sH2x4x8x8xh6x8x8x8x8x")
 def bring_up(network: Mapping[str, Any]) -> None:
     """Raises OSError with the first call that failed; ENODEV: the machine has no interface."""
     address, _, prefix = network["address"].partition("/")
-    # Before it is up: the kernel would give it a link-local address by itself.
-    with open(f"/proc/sys/net/ipv6/conf/{DEVICE}/disable_ipv6", "w") as switch:
-        switch.write("1")
+    # Before it is up: the kernel would give it a link-local address by itself. An operator's may have no IPv6 at all.
+    if os.path.exists("/proc/sys/net/ipv6"):
+        with open(f"/proc/sys/net/ipv6/conf/{DEVICE}/disable_ipv6", "w") as switch:
+            switch.write("1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, _SIOCSIFMTU, _request(struct.pack("i", network["mtu"])))
         fcntl.ioctl(any_socket, _SIOCSIFADDR, _request(_sockaddr(socket.inet_aton(address))))
