@@ -108,8 +108,8 @@ def jailing_program() -> bytes:
     refused = {name: number for name, number in REFUSED.items() if name not in JAILS}
     others = CLONE_NEW & ~(CLONE_NEWNS | CLONE_NEWPID)
     namespaces = [_step(_LOAD, _FIRST_ARGUMENT), _step(_IF_ANY_BIT, others, 0, 1), _refuse(EPERM)]
-    # The jailer puts /dev/userfaultfd into its jail, which gives what the call of that name gives, and faults of the
-    # kernel's own besides. Memory comes from a file here.
+    # Where the jailer sees that the host has /dev/userfaultfd (`jailer` hides it) it makes one in its jail, and that
+    # gives what the call of that name gives, and faults of the kernel's own besides. Memory comes from a file here.
     faults = [_step(_LOAD, _FIRST_ARGUMENT + 8), _step(_IF_EQUAL, USERFAULTFD_IOC_NEW, 0, 1), _refuse(EPERM)]
     steps = [*_ours_alone(), *_refusals(refused), *_of_call(REFUSED["unshare"], namespaces)]
     return b"".join([*steps, *_of_call(SYS_IOCTL, faults), *_tail(others)])

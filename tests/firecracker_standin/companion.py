@@ -288,12 +288,13 @@ class Vmm:
         return (204, None) if answer is None else (200, answer)
 
     def _refusal(self, request: Request, body: object) -> str | None:
-        number = tuple(int(part) for part in re.findall(r"[0-9]+", self._version())[:3])
+        major, minor, patch = (int(part) for part in re.findall(r"[0-9]+", self._version())[:3])
+        number = (major, minor, patch)
         asked = request.method, request.path, body
-        why = fault(*asked, self._state, number, self._configured)  # type: ignore[arg-type]
+        why = fault(*asked, self._state, number, self._configured)
         if why is None:
             return None
-        elsewhere = {state for state in State if fault(*asked, state, number) is None}  # type: ignore[arg-type]
+        elsewhere = {state for state in State if fault(*asked, state, number) is None}
         # Refused for the moment at which it comes: then in the real one's words.
         if self._state in elsewhere:
             return (

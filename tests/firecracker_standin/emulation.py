@@ -153,12 +153,13 @@ class Guest:
 
     async def run(self) -> int:
         """Returns what a Firecracker would exit with, once the guest has reset itself or QEMU is gone."""
-        assert self._qemu is not None and self._monitor is not None
+        qemu, monitor = self._qemu, self._monitor
+        assert qemu is not None and monitor is not None
         codes: list[int] = []
         async with anyio.create_task_group() as group:
 
             async def ended() -> None:
-                pidfd = os.pidfd_open(self._qemu.pid)  # type: ignore[union-attr]
+                pidfd = os.pidfd_open(qemu.pid)
                 try:
                     await anyio.wait_readable(pidfd)
                 finally:
@@ -168,7 +169,7 @@ class Guest:
 
             async def stopped() -> None:
                 # A guest that powers off only halts its processors there: Firecracker has no such device.
-                if await self._monitor.wait_stopped() and self._monitor.stopped == "guest-reset":  # type: ignore[union-attr]
+                if await monitor.wait_stopped() and monitor.stopped == "guest-reset":
                     codes.append(0)
                     group.cancel_scope.cancel()
 
