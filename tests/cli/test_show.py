@@ -246,8 +246,8 @@ def rig() -> Iterator[Rig]:
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="shw-", dir="/tmp") as name, Rig(Path(name)) as running:
         labels = {f"label-{number}": "v" * 200 for number in range(4)}
-        running.call("POST", "/v1/sandboxes", {"name": "n" * 60, "labels": labels})
-        running.call("POST", "/v1/sandboxes", {"name": "short"})
+        running.create(name="n" * 60, labels=labels)
+        running.create(name="short")
         yield running
 
 

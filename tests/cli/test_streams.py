@@ -210,7 +210,7 @@ def test_nothing_is_left_open(person: Person, box: str, rig: Rig) -> None:
 
 
 def test_names_that_lie_are_shown_clean(person: Person, rig: Rig) -> None:
-    rig.call("POST", "/v1/sandboxes", {"name": "lies", "labels": {"k": "a\u202egnp"}})
+    rig.create(name="lies", labels={"k": "a\u202egnp"})
     done = person.run("list", "--label", "k=a\u202egnp")
     assert b"k=a gnp" in done.stdout
     as_json = person.run("list", "--json", "--label", "k=a\u202egnp")
