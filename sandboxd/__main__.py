@@ -93,6 +93,8 @@ from sandboxd import settings as flags
 from sandboxd.address import TcpAddress, UnixAddress
 from sandboxd.assembly import Parts
 from sandboxd.assets import prepare
+from sandboxd.assets.prepare import Assets
+from sandboxd.audit import Audit
 from sandboxd.credentials import Credentials
 from sandboxd.errors import SandboxError, SetupError
 from sandboxd.events import EventFile
@@ -173,9 +175,6 @@ async def _serve(
         audit = parts.enter_context(closing(assembly.audit(settings)))
         living = {record.id for record in store.sandboxes()[0] if record.state is not State.TERMINATED}
         await anyio.to_thread.run_sync(audit.recall, living)
-        if chosen.allowed:
-            log.warning("%s", clean(chosen.allowed))
-            audit.record("backend.allowed", "", reason=chosen.allowed)
         adopted, unreadable = await adopt(places, store, chosen.backend, audit)
         egress = await assembly.egress(settings, chosen, events, parts)
         networks = Networks(egress, policy, events)
@@ -198,13 +197,14 @@ async def _serve(
         )  # fmt: skip
         _log_node(node, policy)
         build = partial(chosen.prepare, settings.assets_dir, settings.build_dir)
+        settle = partial(_settled, chosen, audit)
         server = Server(service, credentials, settings.transport.allowed_hosts, chosen.limits)
         async with anyio.create_task_group() as tasks:
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
                 tasks.start_soon(server.run, listeners)
                 if metrics is not None:
                     tasks.start_soon(_serve_metrics, metrics, service)
-                tasks.start_soon(make_ready, assets, build, chosen.settle, uids)
+                tasks.start_soon(make_ready, assets, build, settle, uids)
                 async for number in signals:
                     if number != signal.SIGHUP:
                         break
@@ -219,6 +219,15 @@ async def _serve(
                 if egress is not None and not networks.in_use:
                     await egress.end()
                 tasks.cancel_scope.cancel()
+
+
+async def _settled(chosen: Parts, audit: Audit, found: Assets, uid: int | None) -> str:
+    """What starts machines, and a record of it where only the operator's word lets it."""
+    said = await chosen.settle(found, uid)
+    if allowed := chosen.allowed():
+        log.warning("%s", clean(allowed))
+        audit.record("backend.allowed", "", reason=allowed)
+    return said
 
 
 def _where(listeners: Sequence[Listener], credentials: Credentials) -> str:

@@ -42,7 +42,7 @@ from sandboxd.termsafe import clean
 from sandboxd.uids import COUNT, image_uids, network_uids
 from sandboxd.vm import kvm
 from sandboxd.vm.commands import Accelerator, find_tools
-from sandboxd.vm.machine import Backend
+from sandboxd.vm.machine import MAX_CPUS, Backend
 
 log = logging.getLogger("sandboxd")
 
@@ -51,8 +51,8 @@ log = logging.getLogger("sandboxd")
 class Parts:
     """What the daemon is put together from: a backend, what it settles once the images are there (and says in one
     line), where images come from; what gives sandboxes a network, why none is given, and the host's registries; what
-    clients may take of it; why no directory of this host can be shared, empty where one can; what is known against the
-    VMM's version, where the operator allowed it."""
+    clients may take of it; why no directory of this host can be shared, empty where one can; the most processors that a
+    machine can have; and, once settled, what is known against the VMM's version, where the operator allowed it."""
 
     backend: Backend
     settle: Callable[[Assets, int | None], Awaitable[str]]
@@ -62,7 +62,8 @@ class Parts:
     registries: Callable[[], Registries]
     limits: Limits = field(default_factory=Limits)
     no_bind: Callable[[], str] = lambda: ""
-    allowed: str = ""
+    max_cpus: int = MAX_CPUS
+    allowed: Callable[[], str] = lambda: ""
 
 
 def parts(
@@ -85,7 +86,7 @@ def parts(
     build = partial(prepare.prepare, own_kernel=settings.kernel)
     return Parts(
         backend, backend.settle, build, start_egress, _no_network(settings), _registries,
-        no_bind=backend.why_not_shared, allowed=backend.allowed,
+        no_bind=backend.why_not_shared, max_cpus=backend.max_cpus, allowed=lambda: backend.allowed,
     )  # fmt: skip
 
 
@@ -137,6 +138,12 @@ async def permitted(settings: Settings, chosen: Parts) -> tuple[Policy, Registri
             rules.check_image(image or policy.default_image, policy)
         except ApiError as fault:
             raise SetupError(f"the {what} {clean(image)} cannot be used: {fault}") from None
+    # Before the backend has settled: where that ends with qemu, less than it could give is permitted, and never more.
+    fewer = rules.with_cpus(policy, chosen.max_cpus)
+    if lost := rules.differences(policy, fewer):
+        why_not = f"{chosen.backend.name} gives a machine no more processors; with --backend qemu it can have them"
+        log.warning("policy %s: %s: %s", settings.policy, "; ".join(lost), why_not)
+    policy = fewer
     if policy.allow_bind or settings.allow_bind:
         why_not = await anyio.to_thread.run_sync(chosen.no_bind)
         if why_not:

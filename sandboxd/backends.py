@@ -22,6 +22,7 @@ from sandboxd.assets.prepare import Assets
 from sandboxd.errors import SetupError
 from sandboxd.vm import (
     cgroups,
+    firecracker,
     firecracker_machine,
     firecracker_versions,
     jail,
@@ -36,7 +37,7 @@ from sandboxd.vm.commands import Accelerator, Tools
 from sandboxd.vm.firecracker import Arch
 from sandboxd.vm.firecracker_versions import Version
 from sandboxd.vm.kvm import Trial
-from sandboxd.vm.machine import Machine, MachineSpec
+from sandboxd.vm.machine import MAX_CPUS, Machine, MachineSpec
 
 log = logging.getLogger("sandboxd")
 
@@ -147,6 +148,11 @@ class Chosen:
         if isinstance(tools, firecracker_machine.Tools) and (known := firecracker_versions.against(tools.version)):
             return f"Firecracker {tools.version} is taken, as --allow-firecracker says: {known}"
         return ""
+
+    @property
+    def max_cpus(self) -> int:
+        """The most processors that a machine can have."""
+        return firecracker.MAX_CPUS if isinstance(self._now, Firecracker) else MAX_CPUS
 
     def why_not_shared(self) -> str:
         """Why no directory of this host can be shared; empty where one can. Blocking."""

@@ -114,6 +114,12 @@ def with_images(policy: Policy) -> Policy:
     return replace(policy, capabilities=policy.capabilities | {"images"})
 
 
+def with_cpus(policy: Policy, most: int) -> Policy:
+    """No more processors for a sandbox than a machine can have here."""
+    limits = replace(policy.limits, max_cpus=min(policy.limits.max_cpus, most))
+    return replace(policy, limits=limits, cpus=min(policy.cpus, most))
+
+
 def with_bind(policy: Policy) -> Policy:
     return replace(policy, capabilities=policy.capabilities | {"bind_workspace"})
 
@@ -137,9 +143,11 @@ def require(capability: str, policy: Policy) -> None:
 
 
 def differences(asked: Policy, left: Policy) -> list[str]:
-    """What a policy loses here, in words: a line for each key of the network part."""
+    """What a policy loses here, in words: a line for each key of the network part and of processors."""
     lost = []
     for key, had, has in (
+        ("limits.max_cpus", f"{asked.limits.max_cpus}", f"{left.limits.max_cpus}"),
+        ("defaults.cpus", f"{asked.cpus:g}", f"{left.cpus:g}"),
         ("network.ceiling", asked.ceiling, left.ceiling),
         ("network.default.mode", asked.default_network.mode, left.default_network.mode),
         ("network.may_allow", len(asked.may_allow), len(left.may_allow)),

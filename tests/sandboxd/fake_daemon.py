@@ -44,7 +44,7 @@ from sandboxd.errors import BootFailed, SandboxError
 from sandboxd.limits import Limits
 from sandboxd.registries import Registries
 from sandboxd.settings import Settings, read
-from sandboxd.vm.machine import Machine, MachineSpec, Program, Share
+from sandboxd.vm.machine import MAX_CPUS, Machine, MachineSpec, Program, Share
 from sandboxd.vm.processes import start_ticks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -314,6 +314,8 @@ def parts(settings: Settings) -> Parts:
         return Assets(*files, "key")
 
     async def settle(*_: object) -> str:
+        if backend.knob("falls_back"):
+            (knobs / "allowed").unlink()
         return "a stand-in for tests"
 
     def egress(on_event: Callable[[Event], None]) -> FakeEgress:
@@ -325,7 +327,7 @@ def parts(settings: Settings) -> Parts:
     return Parts(
         backend, settle, prepare, egress, "a stand-in without one" if settings.no_network else "", registries,
         Limits(**json.loads(backend.knob("limits") or b"{}")), lambda: backend.knob("no_bind").decode(),
-        backend.knob("allowed").decode(),
+        int(backend.knob("max_cpus") or MAX_CPUS), lambda: backend.knob("allowed").decode(),
     )  # fmt: skip
 
 

@@ -166,6 +166,7 @@ def test_a_vmm_that_the_operator_allowed(place: Path) -> None:
     rig = Rig(place)
     rig.knob("allowed", "Firecracker 1.14.3 is taken, as --allow-firecracker says: it has a fault\x1b[31m")
     with rig:
+        rig.create()        # then it has settled
         found = [line for line in written(log_of(rig)) if line["type"] == "backend.allowed"]
         assert [line["reason"].partition("\x1b")[0] for line in found] == [
             "Firecracker 1.14.3 is taken, as --allow-firecracker says: it has a fault"
@@ -173,6 +174,16 @@ def test_a_vmm_that_the_operator_allowed(place: Path) -> None:
         assert "WARNING Firecracker 1.14.3 is taken" in rig.log.read_text()
         assert "\x1b" not in rig.log.read_text()
         holds(rig)
+
+
+def test_a_vmm_that_was_allowed_and_came_to_nothing_is_not_recorded(place: Path) -> None:
+    rig = Rig(place)
+    rig.knob("allowed", "Firecracker 1.14.3 is taken")
+    rig.knob("falls_back", "yes")
+    with rig:
+        rig.create()        # then it has settled
+        assert "backend.allowed" not in log_of(rig).read_text()
+        assert "1.14.3" not in rig.log.read_text()
 
 
 def test_a_log_elsewhere(place: Path) -> None:

@@ -11,11 +11,11 @@ import anyio
 import pytest
 
 from native import KvmAnswer, KvmState
-from sandboxd import backends
+from sandboxd import backends, fields
 from sandboxd.assets.prepare import Assets
 from sandboxd.backends import Asked, Chosen
 from sandboxd.errors import BootFailed, SetupError
-from sandboxd.vm import commands, firecracker_versions, kvm, processes
+from sandboxd.vm import commands, firecracker, firecracker_versions, kvm, machine, processes
 from sandboxd.vm.processes import Record
 
 GOOD = "1.16.1"
@@ -69,6 +69,15 @@ def test_auto_takes_firecracker_where_it_is_good_and_kvm_works(asked: Asked, mon
     assert said == f"firecracker {GOOD} (KVM: it counted, and our kernel booted)"
 
 
+def test_a_machine_has_as_many_processors_as_its_vmm_gives_it(asked: Asked) -> None:
+    assert choose(asked).max_cpus == firecracker.MAX_CPUS
+    assert choose(asked, ABSENT).max_cpus == machine.MAX_CPUS
+
+
+def test_no_sandbox_has_more_drives_than_firecracker_gives_a_machine() -> None:
+    assert 3 + fields.MAX_MOUNTS <= firecracker.MAX_DRIVES
+
+
 def test_auto_without_a_kvm_that_works_is_qemu_and_says_why(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = choose(asked, ABSENT)
     assert chosen.name == "qemu"
@@ -83,6 +92,15 @@ def test_auto_where_our_kernel_does_not_boot_is_qemu_and_says_why(
     assert chosen.name == "qemu"
     assert said.startswith("qemu with tcg")
     assert said.endswith("; not firecracker: KVM is present-but-unusable: our kernel said nothing in 10 s")
+
+
+def test_a_version_that_was_allowed_is_told_of_only_while_it_starts_machines(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(Path(asked.firecracker).parent, "1.14.3")
+    chosen = choose(replace(asked, allowed="1.14.3"))
+    settle(chosen, "it said nothing", monkeypatch)
+    assert (chosen.name, chosen.allowed) == ("qemu", "")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's machines are put into a jail by links")

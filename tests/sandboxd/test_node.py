@@ -159,6 +159,19 @@ def test_what_waited_is_made_anew_after_a_crash(pool: Rig) -> None:
     assert pool.run("kept", "true").exit_code == 0
 
 
+def test_a_policy_that_allows_more_processors_than_a_machine_has_is_narrowed(place: Path) -> None:
+    policy = place / "policy.yaml"
+    policy.write_text("limits: {max_cpus: 64}\ndefaults: {cpus: 40}\n")
+    rig = Rig(place, "--policy", str(policy))
+    rig.knob("max_cpus", "32")
+    with rig:
+        lost = "limits.max_cpus is 32 instead of 64; defaults.cpus is 32 instead of 40"
+        assert f"WARNING policy {policy}: {lost}: fake gives a machine no more processors" in rig.log.read_text()
+        assert rig.call("GET", "/v1/capabilities").json["limits"]["max_cpus"] == 32
+        answer = rig.call("POST", S, {"cpus": 33})
+        assert (answer.status, answer.message) == (400, "cpus must be between 0 and 32")
+
+
 def test_a_pool_that_cannot_be_filled_is_tried_again(place: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)

@@ -13,13 +13,16 @@ from sandboxd.errors import ApiError, InvalidRequest, Refused
 from sandboxd.policy import (
     BASELINE,
     NO_REMEDY,
+    Limits,
     Policy,
     built_in,
+    differences,
     enforced,
     narrowed,
     network,
     remedy,
     resolve,
+    with_cpus,
     with_network,
     without_network,
 )
@@ -239,6 +242,23 @@ def test_the_built_in_policy_and_what_is_left_without_a_network() -> None:
     assert (policy.may_allow, policy.may_allow_tcp, policy.private) == (("*",), ("*",), ("registry.test",))
     assert policy.capabilities >= {"egress_allowlist", "egress_open", "egress_tcp", "network_policy_update"}
     assert without_network(built_in(["registry.test"], ["other.test:8443"])) == Policy()
+
+
+@pytest.mark.parametrize(
+    ("most", "lost"),
+    [
+        (64, []),
+        (48, ["limits.max_cpus is 48 instead of 64"]),
+        (32, ["limits.max_cpus is 32 instead of 64", "defaults.cpus is 32 instead of 40"]),
+    ],
+)
+def test_what_is_left_where_a_machine_has_fewer_processors(most: int, lost: list[str]) -> None:
+    asked = replace(built_in([]), limits=Limits(max_cpus=64), cpus=40)
+    left = with_cpus(asked, most)
+    assert differences(asked, left) == lost
+    assert resolve(CreateRequest(), left).cpus == min(40, most)
+    with pytest.raises(InvalidRequest, match=f"cpus must be between 0 and {most}"):
+        resolve(CreateRequest(cpus=most + 0.5), left)
 
 
 def test_the_registries_are_said_apart_from_the_names_that_are_allowed() -> None:
