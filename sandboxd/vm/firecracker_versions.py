@@ -76,9 +76,10 @@ class Feature(Enum):
     """https://github.com/firecracker-microvm/firecracker/pull/5323: another socket when a snapshot is loaded"""
 
 
-# https://github.com/firecracker-microvm/firecracker/pull/6100: after a bare pause and resume nothing on the host gets a
-# connection to the guest any more. No release is known to have the fix; the next minor version is taken to have it.
-RESUME_BROKEN = ((1, 16, 0), (1, 17, 0))
+# After a bare pause and resume nothing on the host gets a connection to the guest any more. It came with 1.16.0
+# (https://github.com/firecracker-microvm/firecracker/issues/6074); the mend, pull request 6100, is in what becomes
+# 1.16.2 (https://github.com/firecracker-microvm/firecracker/pull/6182).
+RESUME_BROKEN = ((1, 16, 0), (1, 16, 2))
 
 
 def parse(printed: str) -> Version:

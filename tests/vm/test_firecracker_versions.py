@@ -102,4 +102,4 @@ def test_a_feature_is_there_from_its_version_on() -> None:
 
 
 def test_which_versions_can_be_paused_and_resumed_in_place() -> None:
-    assert [resumes(read(text)) for text in ("1.15.9", "1.16.0", "1.16.9", "1.17.0")] == [True, False, False, True]
+    assert [resumes(read(text)) for text in ("1.15.9", "1.16.0", "1.16.1", "1.16.2")] == [True, False, False, True]
