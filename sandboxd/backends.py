@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import resource
 import shutil
 import subprocess
@@ -21,6 +20,7 @@ from native import KvmAnswer, KvmState
 from sandboxd.assets.prepare import Assets
 from sandboxd.errors import SetupError
 from sandboxd.vm import (
+    arch,
     cgroups,
     firecracker,
     firecracker_machine,
@@ -34,7 +34,6 @@ from sandboxd.vm import (
     virtiofs,
 )
 from sandboxd.vm.commands import Accelerator, Tools
-from sandboxd.vm.firecracker import Arch
 from sandboxd.vm.firecracker_versions import Version
 from sandboxd.vm.kvm import Trial
 from sandboxd.vm.machine import MAX_CPUS, Machine, MachineSpec
@@ -235,10 +234,6 @@ def choose(
 def find_firecracker(asked: Asked) -> firecracker_machine.Tools:
     """Raises SetupError naming what is missing, or why the version is refused."""
     root = os.geteuid() == 0
-    try:
-        arch = Arch(platform.machine())
-    except ValueError:
-        raise SetupError(f"Firecracker does not run on {platform.machine()}") from None
     binary = _program("firecracker", asked.firecracker)
     version = _version(binary)
     if (fault := firecracker_versions.fault(version)) is not None and not is_allowed(asked, version):
@@ -255,7 +250,7 @@ def find_firecracker(asked: Asked) -> firecracker_machine.Tools:
         jailer=jailer.Tools(binary, jailing, jail.find_tools(root)),
         program=jail.program(binary),
         version=version,
-        arch=arch,
+        arch=arch.here(),
         instance=asked.instance,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         groups=cgroups.usable() if root else None,

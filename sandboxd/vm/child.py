@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 
 import anyio
 
-from sandboxd.vm import jail, seccomp
+from sandboxd.vm import arch, jail, seccomp
 from sandboxd.vm.jail import Jail
 
 INFO_LIMIT = 4096
@@ -91,7 +91,7 @@ def spawn(
     def command(info_fd: int, seccomp_fd: int) -> list[str]:
         return jail.argv(prison, info_fd, seccomp_fd, arguments)
 
-    return launch(role, command, fds, filter or seccomp.program(), directory)
+    return launch(role, command, fds, filter or seccomp.program(arch.here()), directory)
 
 
 def launch(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import StrEnum
 
+from sandboxd.vm.arch import Arch
 from sandboxd.vm.firecracker_versions import Feature, Version, has
 from sandboxd.vm.machine import MachineSpec
 
@@ -37,13 +38,6 @@ class Names(StrEnum):
     METRICS = "metrics"
     SNAPSHOT = "snapshot"
     MEMORY = "memory"
-
-
-class Arch(Enum):
-    """By what `uname -m` says. ARM64 has not been run."""
-
-    X86_64 = "x86_64"
-    ARM64 = "aarch64"
 
 
 @dataclass(frozen=True, slots=True)

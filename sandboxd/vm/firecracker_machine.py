@@ -24,9 +24,10 @@ import anyio.to_thread
 from sandboxd import trees
 from sandboxd.errors import BootFailed, SandboxError
 from sandboxd.vm import cgroups, child, drives, firecracker, jail, jailer, processes, saved_files, seccomp, watch
+from sandboxd.vm.arch import Arch
 from sandboxd.vm.cgroups import Group, Hierarchy
 from sandboxd.vm.child import Child, ChildError
-from sandboxd.vm.firecracker import Arch, Names, Request
+from sandboxd.vm.firecracker import Names, Request
 from sandboxd.vm.firecracker_client import CallFailed, Client
 from sandboxd.vm.firecracker_versions import Version
 from sandboxd.vm.jail import Jail, Limits
@@ -343,7 +344,7 @@ class _Starting:
         def command(info_fd: int, seccomp_fd: int) -> list[str]:
             return jailer.argv(cell, entering, info_fd, seccomp_fd, _arguments(self._spec))
 
-        return child.launch(VMM, command, (), seccomp.jailing_program())
+        return child.launch(VMM, command, (), seccomp.jailing_program(self._tools.arch))
 
     def _cell(self, largest_drive_bytes: int) -> jailer.Cell:
         spec = self._spec

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxd.errors import SetupError
-from sandboxd.vm import child, jail, processes, seccomp
+from sandboxd.vm import arch, child, jail, processes, seccomp
 from sandboxd.vm.child import Child
 from sandboxd.vm.jail import Jail, Limits, Program
 from sandboxd.vm.machine import Share
@@ -121,7 +121,7 @@ def start(share: Share, prison: Jail, listener: socket.socket) -> Child:
     fd = listener.fileno()
     # The directory itself: the name of a descriptor leads to what it holds.
     place = f"/proc/self/fd/{share.directory_fd}"
-    return child.spawn(ROLE, prison, arguments(fd), (fd,), filter=seccomp.sharing_program(), directory=place)
+    return child.spawn(ROLE, prison, arguments(fd), (fd,), filter=seccomp.sharing_program(arch.here()), directory=place)
 
 
 @contextmanager

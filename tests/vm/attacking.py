@@ -22,8 +22,8 @@ import anyio
 from sandboxd import unixpath
 from sandboxd.errors import SandboxError
 from sandboxd.vm import cgroups, commands, firecracker_machine, jail, jailer, qemu
+from sandboxd.vm.arch import Arch
 from sandboxd.vm.commands import Accelerator
-from sandboxd.vm.firecracker import Arch
 from sandboxd.vm.firecracker_client import CallFailed, Client
 from sandboxd.vm.firecracker_versions import parse
 from sandboxd.vm.machine import Drive, MachineSpec

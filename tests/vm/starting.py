@@ -18,8 +18,8 @@ import anyio
 
 from sandboxd import unixpath
 from sandboxd.vm import cgroups, firecracker_machine, jail, jailer, qemu
+from sandboxd.vm.arch import Arch
 from sandboxd.vm.commands import Tools, find_tools
-from sandboxd.vm.firecracker import Arch
 from sandboxd.vm.firecracker_versions import parse
 from sandboxd.vm.machine import Drive, Machine, MachineSpec
 

@@ -15,8 +15,8 @@ import jsonschema_rs
 import pytest
 import yaml
 
+from sandboxd.vm.arch import Arch
 from sandboxd.vm.firecracker import (
-    Arch,
     Names,
     Request,
     boot_args,

@@ -26,7 +26,7 @@ from sandboxd import unixpath
 from sandboxd.assets import prepare, store
 from sandboxd.errors import BootFailed, SetupError
 from sandboxd.vm import cgroups, firecracker, firecracker_machine, jail, processes
-from sandboxd.vm.firecracker import Arch
+from sandboxd.vm.arch import Arch
 from sandboxd.vm.firecracker_machine import FirecrackerMachine, Tools
 from sandboxd.vm.firecracker_versions import parse
 from sandboxd.vm.machine import Drive, MachineSpec

@@ -23,7 +23,7 @@ from sandboxd.assets import prepare, store
 from sandboxd.errors import BootFailed, SandboxError, SetupError
 from sandboxd.guest import Guest, GuestRefused
 from sandboxd.vm import cgroups, firecracker, firecracker_machine, jail, jailer, processes
-from sandboxd.vm.firecracker import Arch
+from sandboxd.vm.arch import Arch
 from sandboxd.vm.firecracker_machine import FirecrackerMachine, Tools
 from sandboxd.vm.firecracker_versions import parse
 from sandboxd.vm.machine import Drive, MachineSpec

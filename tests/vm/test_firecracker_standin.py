@@ -25,7 +25,8 @@ from sandboxd import unixpath
 from sandboxd.assets import prepare, store
 from sandboxd.errors import SetupError
 from sandboxd.vm import firecracker, firecracker_versions
-from sandboxd.vm.firecracker import Arch, Request
+from sandboxd.vm.arch import Arch
+from sandboxd.vm.firecracker import Request
 from sandboxd.vm.firecracker_calls import State
 from sandboxd.vm.machine import Drive, MachineSpec
 from tests.daemon import assets_dir

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxd.vm import jail, jailer, seccomp
+from sandboxd.vm import arch, jail, jailer, seccomp
 from sandboxd.vm.jail import Limits
 from sandboxd.vm.jailer import Cell, Tools
 
@@ -129,6 +129,6 @@ for request in (0xAA00, 0xAE00):
 
 def test_the_jailers_userfaultfd_gives_nothing_and_other_devices_answer_for_themselves() -> None:
     said = subprocess.run(
-        [sys.executable, "-c", FILTERED], input=seccomp.jailing_program(), capture_output=True, check=True
+        [sys.executable, "-c", FILTERED], input=seccomp.jailing_program(arch.here()), capture_output=True, check=True
     ).stdout
     assert list(map(int, said.split())) == [errno.EPERM, errno.ENOTTY]
