@@ -55,6 +55,8 @@ def make_cgroup(hierarchy: Path) -> Path:
 
 def remove_cgroup(path: Path) -> None:
     for _ in range(50):
+        if not path.exists():       # another one found it left behind, too
+            return
         with contextlib.suppress(OSError):
             for child in path.iterdir():
                 if child.is_dir():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-c", "import sys; from cli.__main__ import main; sys.exit(main())"]
-PATIENCE_S = 20
+PATIENCE_S = 60
 
 Done = subprocess.CompletedProcess[bytes]
 

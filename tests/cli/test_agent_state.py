@@ -255,6 +255,7 @@ def test_an_agent_in_a_terminal_from_its_first_word_to_its_last(person: Person, 
 def test_without_a_terminal_and_among_others(person: Person, rig: Rig) -> None:
     client = Client(str(rig.socket))
     process = person.start("agent", "claude", "--name=idles", "--keep", "--no-bring-back", HERE)
+    until(lambda: person.run("agent", "state", "idles").returncode == 0)
     other = person.run("run", "--detach", "--name=other", "--no-workspace", "--", "sleep", "60")
     assert other.returncode == 0, other.stderr
     assert process.stdin is not None

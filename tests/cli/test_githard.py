@@ -277,7 +277,7 @@ def test_a_git_that_hangs_is_ended(world: World) -> None:
         pytest.raises(GitError, match=r"took longer than 0\.3 s"),
     ):
         githard.run(Place(world.repo / ".git"), "cat-file", "--batch", stdin=silent, bounds=Bounds(time_s=0.3))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_more_output_than_wanted_ends_git(world: World) -> None:

@@ -76,7 +76,7 @@ def records(person: Person) -> list[dict[str, Any]]:
 
 
 def until(condition: Callable[[], object], why: Callable[[], object] = lambda: None) -> None:
-    deadline = time.monotonic() + 3 * PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, why()
         time.sleep(0.03)
@@ -135,7 +135,7 @@ def test_cut_off(rig: Rig, toll: Toll, person: Person, word: str, moment: str, v
     toll.release()
     if victim == "daemon":
         until(lambda: process.poll() is not None, said)
-    process.communicate(timeout=3 * PATIENCE_S)
+    process.communicate(timeout=PATIENCE_S)
     if victim in ("daemon", "both"):
         rig.start()
 
@@ -292,9 +292,9 @@ def test_two_command_lines_on_one_run(person: Person, rig: Rig) -> None:
     Client(str(rig.socket)).write_file("job", "/workspace/.git/stop", b"")
     at_once += [person.start("bring-back", sandbox), person.start("bring-back", sandbox)]
     for one in at_once:
-        _, said = one.communicate(timeout=3 * PATIENCE_S)
+        _, said = one.communicate(timeout=PATIENCE_S)
         assert b"Traceback" not in said
-    process.communicate(timeout=3 * PATIENCE_S)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     assert git(project, "show", "refs/sandbox/job:work") == "work\n"
     assert (records(person), alive(rig)) == ([], [])
@@ -311,7 +311,7 @@ def test_a_run_that_is_starting_is_left_alone(person: Person, rig: Rig, toll: To
     forgotten = person.run("recover", "forget", f"starting-{record['run']}")
     assert (forgotten.returncode, b"is being started by a sandbox-cli that is at work" in forgotten.stderr) == (1, True)
     toll.release()
-    process.communicate(timeout=3 * PATIENCE_S)
+    process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, recover(person), records(person)) == (0, [], [])
 
 
@@ -372,7 +372,7 @@ def test_a_run_that_is_made_while_others_are_asked_is_not_called_lost(somebody: 
         session.save(config, dataclasses.replace(base, sandbox="made", branch="job", run="0a0a"))
         session.forget(config, announced.key)
         os.close(held)
-        out, err = process.communicate(timeout=3 * PATIENCE_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
     states = {each["branch"]: each["state"] for each in json.loads(out)}
     assert states == {"slow": "unreachable", "job": "starting"}, err
 

@@ -281,7 +281,7 @@ def test_a_signal_while_waiting_for_the_daemon(tmp_path: Path, sent: signal.Sign
         process = Person(tmp_path, Path(server.path)).start("run", "--no-workspace", "--", "true")
         wait(lambda: len(server.seen) > 3)
         process.send_signal(sent)
-        assert process.wait(10) == 128 + sent
+        assert process.wait(PATIENCE_S) == 128 + sent
         assert process.stderr is not None
         said = process.stderr.read()
         assert b"Traceback" not in said
@@ -333,7 +333,7 @@ def test_a_killed_daemon_keeps_the_work(person: Person, project: Path, tmp_path:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         rig.kill()
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 1
         ref = re.search(rb"sandbox-cli attach (\S+)", err)
         assert ref is not None

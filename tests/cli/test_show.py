@@ -267,7 +267,7 @@ def test_a_profile_that_cannot_be_had_is_said_and_fails(rig: Rig, tmp_path: Path
 def test_at_a_terminal_of_80_columns_a_sandbox_is_a_line(rig: Rig, tmp_path: Path) -> None:
     with at_terminal(Person(tmp_path, rig.socket), "list", cols=80) as terminal:
         assert terminal.wait() == 0
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         # What was written last reaches the other end of a terminal a moment after its writer has ended.
         while terminal.seen.count(b"\n") < 3 and time.monotonic() < deadline:
             time.sleep(0.02)

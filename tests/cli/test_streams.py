@@ -16,7 +16,7 @@ import pytest
 
 from cli import stream
 from sandboxd.streams import Attachment, FrameDecoder
-from tests.cli.person import COMMAND, Person
+from tests.cli.person import COMMAND, PATIENCE_S, Person
 from tests.sandboxd.rig import Rig
 
 
@@ -98,7 +98,7 @@ def test_a_signal_is_the_commands(person: Person, box: str, sent: signal.Signals
     process = person.start("exec", box, *sh("echo ready; exec sleep 60"))
     assert line(process) == b"ready\n"
     process.send_signal(sent)
-    assert process.wait(10) == code
+    assert process.wait(PATIENCE_S) == code
 
 
 def test_the_second_ctrl_c_kills(person: Person, box: str) -> None:
@@ -107,7 +107,7 @@ def test_the_second_ctrl_c_kills(person: Person, box: str) -> None:
     process.send_signal(signal.SIGINT)
     assert line(process) == b"no\n"
     process.send_signal(signal.SIGINT)
-    assert process.wait(10) == 137
+    assert process.wait(PATIENCE_S) == 137
 
 
 def test_ctrl_c_passes_input_that_nobody_reads(person: Person, box: str, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_ctrl_c_passes_input_that_nobody_reads(person: Person, box: str, tmp_pat
         assert line(process) == b"ready\n"
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        assert process.wait(PATIENCE_S) == 130
 
 
 def test_a_reader_that_goes_away_ends_the_command(person: Person, box: str) -> None:
@@ -125,7 +125,7 @@ def test_a_reader_that_goes_away_ends_the_command(person: Person, box: str) -> N
     assert process.stdout is not None
     process.stdout.read(10)
     process.stdout.close()
-    assert process.wait(15) != 0
+    assert process.wait(PATIENCE_S) != 0
 
 
 def test_a_reader_that_stops_reading_stops_no_signal(person: Person, box: str) -> None:
@@ -136,7 +136,7 @@ def test_a_reader_that_stops_reading_stops_no_signal(person: Person, box: str) -
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     process.stdout.read()
-    assert process.wait(10) == 130
+    assert process.wait(PATIENCE_S) == 130
 
 
 def test_logs_from_the_start_and_to_the_end(person: Person, box: str) -> None:
@@ -164,7 +164,7 @@ def test_attach_lets_go_at_ctrl_c_and_the_process_runs_on(person: Person) -> Non
     process = person.start("attach", "att")
     assert line(process) == b"start\n"
     process.send_signal(signal.SIGINT)
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE_S) == 0
     assert process.stderr is not None
     assert b"detached from process 1" in process.stderr.read()
     assert person.run("exec", "att", "--", "touch", "go").returncode == 0
@@ -192,7 +192,7 @@ def test_a_daemon_that_is_killed_is_said_and_the_output_so_far_shown(
         process = someone.start("exec", ref, *sh("echo ready; sleep 60"))
         assert line(process) == b"ready\n"
         rig.kill()
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 1
         assert err == b"sandbox-cli: the connection to sandboxd ended before the command did\n"
 
@@ -203,7 +203,7 @@ def test_nothing_is_left_open(person: Person, box: str, rig: Rig) -> None:
     for _ in range(5):
         person.run("exec", box, "--", "true")
         person.run("list")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while rig.descriptors() > before + 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert rig.descriptors() <= before + 2
@@ -231,7 +231,7 @@ def test_output_beyond_a_closed_pipe_is_no_traceback(person: Person, rig: Rig) -
     os.close(read)
     process = person.start("list", stdout=write)
     os.close(write)
-    assert process.wait(10) == 141
+    assert process.wait(PATIENCE_S) == 141
     assert process.stderr is not None
     assert process.stderr.read() == b""
 

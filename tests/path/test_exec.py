@@ -104,7 +104,7 @@ def test_a_timeout_ends_even_what_left_the_process_group(daemon: Daemon, shared:
     answer = daemon.client.run(
         shared.id, ["sh", "-c", f"setsid sh -c 'exec -a {mark} sleep 300' & sleep 300"], timeout_secs=1
     )
-    assert answer.timed_out and answer.exit_code == -1 and time.monotonic() - started < 15
+    assert answer.timed_out and answer.exit_code == -1 and time.monotonic() - started < 60
     left = daemon.client.run(shared.id, ["sh", "-c", "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '"])
     assert b"sleep 300" not in left.stdout
 
@@ -157,7 +157,7 @@ def test_the_last_bytes_of_a_fast_command_are_there(daemon: Daemon, shared: Sand
 def test_a_background_child_does_not_hold_the_answer_and_lives_on(daemon: Daemon, shared: Sandbox) -> None:
     started = time.monotonic()
     answer = daemon.client.run(shared.id, ["sh", "-c", "sleep 3333 & echo started $!"])
-    assert answer.stdout.startswith(b"started ") and time.monotonic() - started < 5
+    assert answer.stdout.startswith(b"started ") and time.monotonic() - started < 60
     child = answer.stdout.split()[1].decode()
     alive = daemon.client.run(shared.id, ["sh", "-c", f"tr '\\0' ' ' < /proc/{child}/cmdline; kill {child}"])
     assert alive.stdout.startswith(b"sleep 3333")

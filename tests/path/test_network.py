@@ -169,7 +169,7 @@ def test_repeats_are_counted_not_repeated(guest: Guest) -> None:
     names = guest.daemon.client.egress(guest.id).names
     rows = [row for row in names if (row.name, row.by) == ("repeated.test", "http")]
     assert [row.count for row in rows] == [12]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while (event := guest.daemon.client.event(rows[0].id)).count != 12 and time.monotonic() < deadline:
         time.sleep(0.5)
     assert event.count == 12, "the log has it within seconds"
@@ -263,7 +263,7 @@ def test_an_upload_that_waits_to_be_asked_for_it(guest: Guest) -> None:
 
 def test_an_update_holds_at_once_and_cuts_what_it_forbids(guest: Guest, world: World) -> None:
     before = guest.ask(stream(place.PUBLIC, 443, hello("other.test")))[0]
-    assert before.end == "reset" and before.ms < 1000
+    assert before.end == "reset" and before.ms < 10_000
     world.origin.answers["allowed.test"] = drip(pause_s=0.2, times=100)
     world.origin.ledger.clear()
     try:
@@ -279,7 +279,7 @@ def test_an_update_holds_at_once_and_cuts_what_it_forbids(guest: Guest, world: W
     finally:
         del world.origin.answers["allowed.test"]
     assert told.came.startswith(b"HTTP/1.1 200"), "it was running when the policy changed"
-    assert told.end == "reset" and took < 2 + 2, f"cut after {took:.1f} s"
+    assert told.end == "reset" and took < 10, f"cut after {took:.1f} s"
     now, old = guest.ask(
         stream(place.PUBLIC, 443, hello("other.test"), enough=1), stream(place.PUBLIC, 443, hello("allowed.test"))
     )

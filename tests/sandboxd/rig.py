@@ -85,17 +85,20 @@ class Rig:
         self.stop()
 
     def start(self) -> None:
+        """Returns once it answers and has its images, or at its first answer where `prepare_s` holds these up."""
         command = [*self.prefix, sys.executable, "-m", "tests.sandboxd.fake_daemon"]
         command += [str(self.state), str(self.socket), *self.flags]
         with self.log.open("ab") as log:
+            said = log.tell()
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=os.environ | self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
+            ready = (self.knobs / "prepare_s").exists() or b"INFO ready\n" in self.log.read_bytes()[said:]
             with contextlib.suppress(OSError):
-                if self.call("GET", "/v1/health").status == 200:
+                if ready and self.call("GET", "/v1/health").status == 200:
                     return
             time.sleep(0.03)
         raise AssertionError(self.log.read_text())

@@ -46,8 +46,7 @@ def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             address = f"unix://{rig.socket}"
             if request.param != "unix":
                 address = f"{request.param}://127.0.0.1:{ports(rig)['127.0.0.1']}"
-            while rig.call("POST", "/v1/sandboxes", {"name": "box"}).status == 503:
-                pass
+            rig.create(name="box")
             yield Endpoint.of(address, **given)
         assert "CANARY" not in rig.log.read_text()
 

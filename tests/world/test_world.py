@@ -100,13 +100,13 @@ def test_pip_npm_and_apt_take_their_parcels(world: World, tmp_path: Path) -> Non
 
 
 def test_nothing_of_it_stays_behind() -> None:
-    mounts = Path("/proc/self/mounts").read_text()
     with open_world() as opened:
         directory, pids = opened.directory, {opened.host.pid, opened.outside.pid}
         assert pids <= _processes()
     assert not directory.exists()
     assert not pids & _processes()
-    assert Path("/proc/self/mounts").read_text() == mounts
+    # Its alone: other tests mount and unmount meanwhile.
+    assert str(directory) not in Path("/proc/self/mounts").read_text()
     assert _started(str(directory)) == []
 
 
@@ -117,7 +117,7 @@ def test_a_world_whose_test_was_killed_goes_with_it() -> None:
         directory = test.stdout.readline().decode().strip()
         assert _started(directory), "the servers and the namespaces' holders"
         test.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while (left := _started(directory)) and time.monotonic() < deadline:
         time.sleep(0.05)
     shutil.rmtree(directory)

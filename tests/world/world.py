@@ -102,7 +102,7 @@ class World:
         )  # fmt: skip
         stack.callback(server.wait, 10)
         stack.callback(server.terminate)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while f":{SSH} " not in self.outside.run("ss", "-Hltn"):
             if server.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"sshd did not come up: {(directory / 'log').read_text()}")
