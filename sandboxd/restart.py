@@ -10,6 +10,7 @@ left alone with all that is its own.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Iterable
@@ -25,7 +26,7 @@ from sandboxd import trees
 from sandboxd.audit import Audit
 from sandboxd.boot import BOOT_S
 from sandboxd.ending import MACHINE, quiesce
-from sandboxd.errors import GuestProtocolError
+from sandboxd.errors import GuestProtocolError, SetupError
 from sandboxd.guest import GuestGone, GuestRefused
 from sandboxd.lifecycle import State, move
 from sandboxd.networks import Networks
@@ -56,7 +57,26 @@ async def adopt(
     places: Places, store: Store, backend: Backend, audit: Audit
 ) -> tuple[list[Adopted], list[Unreadable]]:
     """Oldest first, and what is left alone. Afterwards every process, socket and file below the state directory has an
-    owner."""
+    owner. Raises SetupError where it cannot be seen what of it still runs: machines that were not seen are no machines
+    that are gone."""
+    try:
+        return await _adopt(places, store, backend, audit)
+    except OSError as fault:
+        advice = _ADVICE.get(fault.errno or 0, "")
+        raise SetupError(
+            f"the machines of an earlier sandboxd cannot be taken back: {fault.strerror}{advice}; they are left running"
+        ) from fault
+
+
+_ADVICE = {
+    errno.EMFILE: " (raise LimitNOFILE, or `ulimit -n`)",
+    errno.ENFILE: " (raise the sysctl fs.file-max)",
+}
+
+
+async def _adopt(
+    places: Places, store: Store, backend: Backend, audit: Audit
+) -> tuple[list[Adopted], list[Unreadable]]:
     places.sandboxes.mkdir(mode=0o700, exist_ok=True)
     found: list[Adopted] = []
     records, unreadable = store.sandboxes()

@@ -10,11 +10,13 @@ at the top of the hierarchy, not below the daemon's own: machines outlive the da
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sandboxd.errors import SetupError
@@ -24,7 +26,11 @@ from sandboxd.vm.machine import is_name
 CONTROLLERS = ("cpu", "memory", "pids")
 PERIOD_US = 100_000
 TRIES = 100
+PAUSE_S = 0.01
+"""Before a group is looked at again that will not be emptied, or removed, yet."""
 _PREFIX = "sandboxd-"
+
+log = logging.getLogger("sandboxd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +62,24 @@ class Hierarchy:
                 found |= {entry.name for entry in os.scandir(root / f"{_PREFIX}{instance}") if entry.is_dir()}
         return {id for id in found if is_name(id)}
 
+    def left(self, instance: str, known: Collection[str], directories: Iterable[Path]) -> list[Group]:
+        """The groups of `instance` that are of no machine of `known`, and those that the records in `directories`
+        name: of another instance, where the state directory had another name then. Raises OSError where a record cannot
+        be read."""
+        found = {(instance, id) for id in self.ids(instance) - set(known)}
+        records = [(directory.name, processes.read_record(directory)) for directory in directories]
+        found |= {(record.instance, id) for id, record in records if record is not None and record.id == id}
+        return [self.group(*one) for one in sorted(found)]
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
     version: int
     directories: tuple[Path, ...]
+
+    @property
+    def id(self) -> str:
+        return self.directories[0].name
 
     def make(self, limits: Limits) -> None:
         """With its limits in force, and nobody in it. A group of that name that an earlier machine left is emptied and
@@ -85,36 +104,55 @@ class Group:
         return ["/bin/sh", "-c", script, "sh", *(str(d / "cgroup.procs") for d in self.directories), "--"]
 
     def pids(self) -> set[int]:
-        """As seen from the daemon's process namespace, zombies left out. Empty for a group that is not there."""
+        """As seen from the daemon's process namespace, zombies left out. Empty for a group that is not there. Raises
+        OSError where it is there and cannot be read."""
         found: set[int] = set()
         for directory in self.directories:
-            with suppress(OSError):
+            try:
                 found |= {int(line) for line in (directory / "cgroup.procs").read_text().split()}
+            except OSError as fault:
+                # ENODEV: it was removed between open and read (fs/kernfs/file.c).
+                if fault.errno not in (errno.ENOENT, errno.ENODEV):
+                    raise
         return found - {0}
 
     def holds(self, pid: int) -> bool:
         return pid in self.pids()
 
     def end(self) -> bool:
-        """Kills whoever is in it, and waits. False when somebody has not ended in `processes.END_S`."""
+        """Kills whoever is in it, and waits. False when somebody has not ended in `processes.END_S`, or nobody can be
+        looked at or held, for want of a descriptor say."""
         deadline = time.monotonic() + processes.END_S
-        while pids := self.pids():
+        while True:
+            with suppress(OSError):
+                if not self._end_those_seen():
+                    return True
             if time.monotonic() > deadline:
                 return False
-            held = []
+            time.sleep(PAUSE_S)
+
+    def _end_those_seen(self) -> bool:
+        """Whether there was anybody. Raises OSError where not all could be held; those that could are ended."""
+        pids = self.pids()
+        held: list[int] = []
+        try:
             for pid in pids:
-                with suppress(OSError):
-                    pidfd = os.pidfd_open(pid)
-                    # Looked at again once it is held: a number that was free meanwhile may be anybody's by now.
-                    if self.holds(pid):
-                        held.append(pidfd)
-                    else:
-                        os.close(pidfd)
+                # Looked at again once it is held: a number that was free meanwhile may be anybody's by now.
+                if (pidfd := processes.hold_if(pid, partial(self.holds, pid))) is not None:
+                    held.append(pidfd)
+        finally:
             processes.end(held)
-        return True
+        return bool(pids)
 
     def remove(self) -> bool:
-        """Ends whoever is in it and removes it. False when it is still there."""
+        """Ends whoever is in it and removes it. False when it is still there, which is logged."""
+        gone = self._remove()
+        if not gone:
+            left = ", ".join(str(directory) for directory in self.directories if directory.exists())
+            log.error("a control group could not be removed: %s", left)
+        return gone
+
+    def _remove(self) -> bool:
         if not self.end():
             return False
         for directory in self.directories:
@@ -129,7 +167,7 @@ class Group:
                     # on its way in when the daemon that started it was killed.
                     if fault.errno != errno.EBUSY or time.monotonic() > deadline or not self.end():
                         return False
-                    time.sleep(0.01)
+                    time.sleep(PAUSE_S)
                 else:
                     break
             # The instance's own, once its last machine is gone.

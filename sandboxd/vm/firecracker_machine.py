@@ -182,18 +182,23 @@ async def restore(
 async def adopt(directory: Path, id: str, tools: Tools) -> FirecrackerMachine | None:
     """The machine an earlier run of the daemon left in `directory`; None unless its VMM still runs. What is left of one
     that cannot be adopted is ended, as far as its record tells; `sweep` finds the rest. Its drives are no longer
-    locked: that they are this machine's alone, records say."""
+    locked: that they are this machine's alone, records say. Raises OSError where that cannot be seen, with the machine
+    left alone."""
     record = processes.read_record(directory)
     if record is None:
         return None
-    group = _group(tools, id)
-    held = [(process, fd) for process in record.processes if (fd := processes.hold(process)) is not None]
+    group = _group(tools, record.instance, id)
+    held = processes.hold_all(record.processes)
     pidfds = [fd for _, fd in held]
     vmm = next((process for process, _ in held if process.role == VMM), None)
-    if record.id == id and vmm is not None and _is_its(vmm, record, group, tools):
-        with suppress(OSError):
+    try:
+        if record.id == id and vmm is not None and _is_its(vmm, record, group):
             root = _found_root(directory, id, tools)
             return FirecrackerMachine(id, directory, vmm, pidfds, None, group, root, ExitStack())
+    except OSError:
+        for pidfd in pidfds:
+            os.close(pidfd)
+        raise
     if await anyio.to_thread.run_sync(_end, pidfds, group if record.id == id else None):
         processes.remove_record(directory)
     await anyio.to_thread.run_sync(_clean, directory)
@@ -201,23 +206,22 @@ async def adopt(directory: Path, id: str, tools: Tools) -> FirecrackerMachine | 
 
 
 def sweep(sandboxes_dir: Path, known_ids: Collection[str], tools: Tools) -> set[str]:
-    """Ends every VMM of our instance whose id is not in `known_ids`; returns the ids found. Called with the lock of the
-    state directory held. Blocking."""
+    """Ends every VMM of our instance whose id is not in `known_ids`; returns the ids found. Of another instance, from
+    before the state directory was renamed, it ends what records name. Called with the lock of the state directory held.
+    Blocking. Raises OSError where processes cannot be looked at."""
     ended: set[str] = set()
+    directories = processes.unknown(sandboxes_dir, known_ids)
     if tools.groups is not None:
-        for id in tools.groups.ids(tools.instance) - set(known_ids):
-            group = tools.groups.group(tools.instance, id)
+        for group in tools.groups.left(tools.instance, known_ids, directories):
             if group.pids():
-                ended.add(id)
+                ended.add(group.id)
             group.remove()
     else:
         ended |= processes.sweep_marked(tools.instance, lambda id: id not in known_ids, {os.getuid()})
-    with suppress(FileNotFoundError):
-        for directory in sorted(sandboxes_dir.iterdir()):
-            if directory.name not in known_ids and directory.is_dir() and not directory.is_symlink():
-                if processes.end_recorded(directory):
-                    ended.add(directory.name)
-                _clean(directory)
+    for directory in directories:
+        if processes.end_recorded(directory):
+            ended.add(directory.name)
+        _clean(directory)
     return ended
 
 
@@ -240,17 +244,21 @@ class _Starting:
                 self._images.append((f"the saved {what}", saved / name, name))
         self._step = ""
         self._held = ExitStack()
+        self._given = ExitStack()
         self._child: Child | None = None
         self._log: int | None = None
         self._pidfds: list[int] = []
-        self._group = _group(tools, spec.id)
+        self._group = _group(tools, tools.instance, spec.id)
         self._root = _root(spec.directory, spec.id, tools)
 
     async def run(self, calls: Sequence[Request]) -> FirecrackerMachine:
         spec = self._spec
-        if (found := processes.read_record(spec.directory)) is not None and not all(
-            map(processes.has_ended, found.processes)
-        ):
+        try:
+            found = processes.read_record(spec.directory)
+            ended = found is None or all(map(processes.has_ended, found.processes))
+        except OSError as fault:
+            raise BootFailed(f"making the machine's jail: {fault.strerror}", None, b"") from fault
+        if not ended:
             raise BootFailed("making the machine's jail: a machine runs in it", None, b"")
         try:
             return await self._run(calls)
@@ -290,6 +298,9 @@ class _Starting:
             await self._unless_ended(partial(client.send, call))
         if self._saved:
             saved_files.unname(root)
+        # Root's again now that the VMM has them open, and not in its end, which may come under another daemon: the uid
+        # may be another sandbox's by then.
+        self._given.close()
         held, self._held = self._held, ExitStack()
         return FirecrackerMachine(
             spec.id, spec.directory, process, self._pidfds, self._child, self._group, self._root, held
@@ -309,8 +320,7 @@ class _Starting:
             fd = drives.open_image(self._held, f"drive {index}", drive)
             files.append((fd, firecracker.drive(index), drive.read_only))
             if not drive.read_only and spec.uid is not None:
-                # Back to root in the end: the uid may be another sandbox's by then.
-                self._held.callback(_take_back, fd)
+                self._given.callback(_take_back, fd)
         return files
 
     def _fill(self, files: Sequence[tuple[int, str, bool]]) -> None:
@@ -431,6 +441,7 @@ class _Starting:
             await anyio.to_thread.run_sync(processes.end_marked, self._tools.instance, lambda id: id == spec.id, own)
         if self._child is not None:
             self._child.close()
+        self._given.close()
         self._held.close()
         await anyio.to_thread.run_sync(_clean, spec.directory)
         processes.remove_record(spec.directory)
@@ -458,9 +469,9 @@ def _limits(spec: MachineSpec, tools: Tools, largest_drive_bytes: int) -> Limits
     )
 
 
-def _group(tools: Tools, id: str) -> Group | None:
+def _group(tools: Tools, instance: str, id: str) -> Group | None:
     """Only root's machines have one."""
-    return None if tools.groups is None else tools.groups.group(tools.instance, id)
+    return None if tools.groups is None else tools.groups.group(instance, id)
 
 
 def _root(directory: Path, id: str, tools: Tools) -> Path:
@@ -479,10 +490,10 @@ def _found_root(directory: Path, id: str, tools: Tools) -> Path:
     return _root(directory, id, tools)
 
 
-def _is_its(process: Process, record: Record, group: Group | None, tools: Tools) -> bool:
+def _is_its(process: Process, record: Record, group: Group | None) -> bool:
     if group is not None:
         return group.holds(process.pid)
-    return processes.marked_id(processes.command_line(process.pid), tools.instance) == record.id
+    return processes.marked_id(processes.command_line(process.pid), record.instance) == record.id
 
 
 def _end(pidfds: Sequence[int], group: Group | None) -> bool:

@@ -6,28 +6,39 @@ and only that pidfd is signalled. What was started before its record could be wr
 (`jail.marker`): the program's own path on its command line, or that path among the arguments of the
 bubblewrap that starts it. A record also covers a program that has since rewritten its command line. Processes
 of other uids are never touched.
+
+That a process is gone is only ever read from the kernel's word for it. Whatever else keeps it from being looked at, no
+descriptor left for one, is raised as OSError: whoever took it for gone would give up a machine that runs.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from sandboxd.vm.jail import MARK
+from sandboxd.vm.machine import is_name
 
 RECORD = "vm.json"
 RECORD_VERSION = 1
 RECORD_LIMIT = 64 * 1024
 END_S = 5.0
 SETTLE_S = 0.2
+PID_LIMIT = 1 << 22
+"""PID_MAX_LIMIT of the kernel (include/linux/threads.h)."""
+_GONE = {errno.ENOENT, errno.ESRCH, errno.EPERM, errno.EACCES}
+"""What /proc answers for a process that is not there (proc(5)), or that is another user's where `hidepid` hides it."""
+_NOT_HELD = {errno.ESRCH, errno.ENOENT, errno.EINVAL}
+"""What pidfd_open(2) answers where there is no process: the last two for a thread of one, by the kernel's version."""
 _JAILERS = {b"prlimit", b"unshare", b"sh", b"bwrap", b"setpriv"}
 
 
@@ -48,6 +59,11 @@ class Record:
     marker: str
     processes: tuple[Process, ...]
 
+    @property
+    def instance(self) -> str:
+        """Of the daemon that started them. Today's may be another, where its state directory was renamed."""
+        return self.marker.split("/")[-2]
+
 
 def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -64,12 +80,43 @@ def parent(pid: int) -> int:
 
 
 def hold(process: Process) -> int | None:
-    """A pidfd, if that very process still is there (dead and not yet waited for counts as gone)."""
-    return _hold(process.pid, lambda: start_ticks(process.pid) == process.start_ticks)
+    """A pidfd, if that very process still is there (dead and not yet waited for counts as gone). Raises OSError where
+    it cannot be looked at."""
+    return hold_if(process.pid, lambda: start_ticks(process.pid) == process.start_ticks)
+
+
+def hold_if(pid: int, is_it: Callable[[], bool]) -> int | None:
+    """A pidfd of the process `pid` if `is_it` says so while it is held. Raises OSError where that cannot be seen."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError as fault:
+        if fault.errno in _NOT_HELD:
+            return None
+        raise
+    with ExitStack() as unless_it_is:
+        unless_it_is.callback(os.close, pidfd)
+        with suppress(ProcessLookupError):
+            # Looked at after the pidfd is there: if it is the one now, the pidfd is that one's.
+            if not wait_ended([pidfd], 0) and is_it():
+                unless_it_is.pop_all()
+                return pidfd
+    return None
+
+
+def hold_all(processes: Iterable[Process]) -> list[tuple[Process, int]]:
+    """Those that still are there, each with its pidfd. Raises OSError, and then none is held."""
+    with ExitStack() as undo:
+        held = []
+        for process in processes:
+            if (pidfd := hold(process)) is not None:
+                undo.callback(os.close, pidfd)
+                held.append((process, pidfd))
+        undo.pop_all()
+        return held
 
 
 def has_ended(process: Process) -> bool:
-    """Dead and not yet waited for counts as ended."""
+    """Dead and not yet waited for counts as ended. Raises OSError where it cannot be looked at."""
     pidfd = hold(process)
     if pidfd is not None:
         os.close(pidfd)
@@ -78,7 +125,7 @@ def has_ended(process: Process) -> bool:
 
 def hold_child(pid: int, above: int) -> int | None:
     """A pidfd of the process `pid` if `above` is its parent."""
-    return _hold(pid, lambda: parent(pid) == above)
+    return hold_if(pid, lambda: parent(pid) == above)
 
 
 def kill(pidfd: int) -> None:
@@ -98,12 +145,10 @@ def wait_ended(pidfds: Collection[int], timeout_s: float) -> bool:
 
 
 def command_line(pid: int) -> list[bytes]:
-    """[b""] for a process that is gone, or is the kernel's."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read().rstrip(b"\0").split(b"\0")
-    except OSError:
-        return [b""]
+    """[b""] for a process that is gone, or is the kernel's. Raises OSError where it cannot be looked at."""
+    with suppress(ProcessLookupError):
+        return _read(pid, "cmdline").rstrip(b"\0").split(b"\0")
+    return [b""]
 
 
 def marked_id(arguments: list[bytes], instance: str) -> str | None:
@@ -130,23 +175,26 @@ def marked(instance: str, uids: Collection[int]) -> Iterator[tuple[str, int]]:
 
 
 def end_marked(instance: str, ids: Callable[[str], bool], uids: Collection[int]) -> set[str]:
-    """Ends the marked processes whose id is in `ids`; returns the ids that had any.
+    """Ends the marked processes whose id is in `ids`; returns the ids that had any. Raises OSError where processes
+    cannot be looked at.
 
     It looks again until a look finds nothing: a parent that is dead starts no more children.
     """
     ended: set[str] = set()
     deadline = time.monotonic() + END_S
     while time.monotonic() < deadline:
-        held = []
-        for id, pid in marked(instance, uids):
-            if ids(id):
-                pidfd = _hold(pid, partial(_is_marked, pid, instance, id))
-                if pidfd is not None:
-                    ended.add(id)
-                    held.append(pidfd)
+        held: list[int] = []
+        try:
+            for id, pid in marked(instance, uids):
+                if ids(id):
+                    pidfd = hold_if(pid, partial(_is_marked, pid, instance, id))
+                    if pidfd is not None:
+                        ended.add(id)
+                        held.append(pidfd)
+        finally:
+            end(held)
         if not held:
             return ended
-        end(held)
     return ended
 
 
@@ -172,12 +220,21 @@ def end(pidfds: Iterable[int]) -> bool:
 
 
 def end_recorded(directory: Path) -> bool:
-    """Ends what the record in `directory` names, and removes it. True when something was still there."""
+    """Ends what the record in `directory` names, and removes it. True when something was still there. Raises OSError
+    where that cannot be looked at."""
     record = read_record(directory)
-    held = [pidfd for pidfd in map(hold, record.processes if record else ()) if pidfd is not None]
+    held = [pidfd for _, pidfd in hold_all(record.processes if record else ())]
     if end(held):
         remove_record(directory)
     return bool(held)
+
+
+def unknown(sandboxes: Path, known: Collection[str]) -> list[Path]:
+    """The directories of machines below `sandboxes` that are not of `known`."""
+    with suppress(FileNotFoundError):
+        found = sorted(sandboxes.iterdir())
+        return [one for one in found if one.name not in known and one.is_dir() and not one.is_symlink()]
+    return []
 
 
 def write_record(directory: Path, record: Record) -> None:
@@ -197,16 +254,17 @@ def write_record(directory: Path, record: Record) -> None:
 
 
 def read_record(directory: Path) -> Record | None:
-    """None for a record that is missing, damaged, of another version or of an earlier boot."""
+    """None for a record that is missing, damaged, of another version or of an earlier boot. Raises OSError where it is
+    there and cannot be read."""
     try:
         with open(directory / RECORD, "rb") as file:
             value = json.loads(file.read(RECORD_LIMIT))
-    except (OSError, ValueError, RecursionError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
     match value:
         case {"version": 1, "boot_id": str(boot), "id": str(id), "marker": str(mark), "processes": [*items]}:
             processes = tuple(p for p in map(_process, items) if p is not None)
-            if boot == boot_id() and len(processes) == len(items):
+            if boot == boot_id() and len(processes) == len(items) and _is_marker(mark, id):
                 return Record(id, mark, processes)
     return None
 
@@ -219,28 +277,20 @@ def remove_record(directory: Path) -> None:
 
 def _process(entry: object) -> Process | None:
     match entry:
-        case {"role": str(role), "pid": int(pid), "start_ticks": int(ticks)} if pid > 1:
+        case {"role": str(role), "pid": int(pid), "start_ticks": int(ticks)} if 1 < pid < PID_LIMIT:
             return Process(role, pid, ticks)
     return None
 
 
+def _is_marker(text: str, id: str) -> bool:
+    match text.removeprefix(f"{MARK}/").split("/"):
+        case [instance, its] if text.startswith(f"{MARK}/"):
+            return is_name(instance) and is_name(its) and its == id
+    return False
+
+
 def _is_marked(pid: int, instance: str, id: str) -> bool:
     return marked_id(command_line(pid), instance) == id
-
-
-def _hold(pid: int, is_it: Callable[[], bool]) -> int | None:
-    try:
-        pidfd = os.pidfd_open(pid)
-    except (ProcessLookupError, OSError):
-        return None
-    try:
-        # Looked at after the pidfd is there: if it is the one now, the pidfd is that one's.
-        if not wait_ended([pidfd], 0) and is_it():
-            return pidfd
-    except ProcessLookupError:
-        pass
-    os.close(pidfd)
-    return None
 
 
 def _is_one_of(pid: int, instance: str, uids: Collection[int]) -> bool:
@@ -255,20 +305,23 @@ def _is_one_of(pid: int, instance: str, uids: Collection[int]) -> bool:
 
 def _uid(pid: int) -> int:
     """The real uid."""
-    try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            for line in file:
-                if line.startswith(b"Uid:"):
-                    return int(line.split()[1])
-    except OSError:
-        pass
+    for line in _read(pid, "status").splitlines():
+        if line.startswith(b"Uid:"):
+            return int(line.split()[1])
     raise ProcessLookupError(pid)
 
 
 def _stat(pid: int) -> list[bytes]:
     """The fields of /proc/<pid>/stat from the third on: the second, a name, may hold anything."""
+    return _read(pid, "stat").rpartition(b")")[2].split()
+
+
+def _read(pid: int, name: str) -> bytes:
+    """A file of /proc/<pid>. Raises ProcessLookupError where the process is gone, OSError where it may not be."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()
-    except OSError:
-        raise ProcessLookupError(pid) from None
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read()
+    except OSError as fault:
+        if fault.errno in _GONE:
+            raise ProcessLookupError(pid) from None
+        raise

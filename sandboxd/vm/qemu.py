@@ -46,16 +46,16 @@ log = logging.getLogger("sandboxd")
 
 
 class QemuMachine:
-    """A running machine. Made by `start` and `adopt`."""
+    """A running machine. Made by `start` and `adopt`; of each of `programs` it has one of `pidfds`."""
 
     def __init__(
         self,
         id: str,
         directory: Path,
+        programs: Sequence[Process],
         pidfds: Sequence[int],
         monitor: Monitor | None,
         children: Sequence[Child],
-        programs: Sequence[Process],
         group: Group | None,
     ) -> None:
         self.spec_id = id
@@ -89,8 +89,10 @@ class QemuMachine:
                 return
         with ExitStack() as stack:
             await watch.first(self._wait_guest_stopped, *watch.ends(stack, self._pidfds))
-        ended = [process.role for process in self._processes if processes.has_ended(process)]
-        if ended and not (self._said or self._ended or self._ending.locked()):
+        if self._said or self._ended or self._ending.locked():
+            return
+        held = zip(self._processes, self._pidfds, strict=True)
+        if ended := [process.role for process, pidfd in held if processes.wait_ended([pidfd], 0)]:
             self._said = True
             log.error("%s: of its machine, this ended: %s", self.spec_id, ", ".join(ended))
 
@@ -180,26 +182,28 @@ async def adopt(directory: Path, id: str, tools: Tools) -> QemuMachine | None:
     """The machine an earlier run of the daemon left in `directory`; None unless both its programs still run.
 
     A VMM that does not answer its monitor now is adopted all the same, and asked again later. What is left of
-    a machine that cannot be adopted is ended, as far as its record tells; `sweep` finds the rest.
+    a machine that cannot be adopted is ended, as far as its record tells; `sweep` finds the rest. Raises OSError where
+    that cannot be seen, with the machine left alone.
     """
     record = processes.read_record(directory)
     if record is None:
         return None
-    held = [(process, fd) for process in record.processes if (fd := processes.hold(process)) is not None]
+    group = _group(tools, record.instance, id)
+    held = processes.hold_all(record.processes)
     pidfds = [fd for _, fd in held]
-    running = {process.role for process, _ in held if _is_marked(process, record)}
     parts = {VMM, DEVICE} | ({virtiofs.ROLE} & {process.role for process in record.processes})
-    if record.id == id and parts <= running:
-        try:
-            group = _group(tools, id)
-            return QemuMachine(id, directory, pidfds, await _connect(directory), (), record.processes, group)
-        except BaseException:
-            for pidfd in pidfds:
-                os.close(pidfd)
-            raise
+    try:
+        running = {process.role for process, _ in held if _is_marked(process, record)}
+        if record.id == id and parts <= running:
+            monitor = await _connect(directory)
+            return QemuMachine(id, directory, [process for process, _ in held], pidfds, monitor, (), group)
+    except BaseException:
+        for pidfd in pidfds:
+            os.close(pidfd)
+        raise
     if await anyio.to_thread.run_sync(processes.end, pidfds):
         processes.remove_record(directory)
-    if (group := _group(tools, id)) is not None:
+    if group is not None and record.id == id:
         await anyio.to_thread.run_sync(group.remove)
     _clean(directory)
     return None
@@ -209,21 +213,21 @@ def sweep(sandboxes_dir: Path, known_ids: Collection[str], tools: Tools, uids: C
     """Ends every VMM and device process of our instance whose id is not in `known_ids`; returns the ids found.
 
     `uids` are those a root daemon gives to its machines; processes of any other uid but the daemon's own are
-    left alone, whatever their command line says. Called with the lock of the state directory held. Takes SETTLE_S and
-    some milliseconds, 2 END_S at most.
+    left alone, whatever their command line says. Of another instance, from before the state directory was renamed, it
+    ends what records name. Called with the lock of the state directory held. Takes SETTLE_S and some milliseconds,
+    2 END_S at most. Raises OSError where processes cannot be looked at.
     """
     instance = tools.instance
     ended = processes.sweep_marked(instance, lambda id: id not in known_ids, {os.getuid(), *uids})
-    with suppress(FileNotFoundError):
-        for directory in sorted(sandboxes_dir.iterdir()):
-            if directory.name not in known_ids and directory.is_dir() and not directory.is_symlink():
-                if processes.end_recorded(directory):
-                    ended.add(directory.name)
-                # After both: only then does nobody listen on the sockets any more.
-                _clean(directory)
-    if tools.groups is not None:
-        for id in tools.groups.ids(instance) - set(known_ids):
-            tools.groups.group(instance, id).remove()
+    directories = processes.unknown(sandboxes_dir, known_ids)
+    groups = [] if tools.groups is None else tools.groups.left(instance, known_ids, directories)
+    for directory in directories:
+        if processes.end_recorded(directory):
+            ended.add(directory.name)
+        # After both: only then does nobody listen on the sockets any more.
+        _clean(directory)
+    for group in groups:
+        group.remove()
     return ended
 
 
@@ -240,7 +244,7 @@ class _Starting:
     async def group(self) -> list[str]:
         """Makes the machine's group; returns the command that enters it."""
         self._step = "making the machine's control group"
-        group = _group(self._tools, self._spec.id)
+        group = _group(self._tools, self._tools.instance, self._spec.id)
         if group is None:
             return []
         await anyio.to_thread.run_sync(group.make, commands.limits(self._spec, self._tools.accelerator))
@@ -286,8 +290,8 @@ class _Starting:
         match found:
             case [Monitor() as monitor]:
                 return QemuMachine(
-                    self._spec.id, self._spec.directory, self._pidfds, monitor, self._children, record.processes,
-                    _group(self._tools, self._spec.id),
+                    self._spec.id, self._spec.directory, record.processes, self._pidfds, monitor, self._children,
+                    _group(self._tools, self._tools.instance, self._spec.id),
                 )  # fmt: skip
             case _:
                 raise ChildError("a process ended before the monitor answered")
@@ -329,14 +333,14 @@ class _Starting:
         processes.end(self._pidfds)
         uids = {os.getuid()} if spec.uid is None else {os.getuid(), spec.uid}
         processes.end_marked(self._tools.instance, lambda id: id == spec.id, uids)
-        if (group := _group(self._tools, spec.id)) is not None:
+        if (group := _group(self._tools, self._tools.instance, spec.id)) is not None:
             group.remove()
         return code
 
 
-def _group(tools: Tools, id: str) -> Group | None:
+def _group(tools: Tools, instance: str, id: str) -> Group | None:
     """Only root's machines have one."""
-    return None if tools.groups is None else tools.groups.group(tools.instance, id)
+    return None if tools.groups is None else tools.groups.group(instance, id)
 
 
 def _listen(stack: ExitStack, directory: Path) -> list[socket.socket]:
@@ -384,8 +388,7 @@ async def _connect(directory: Path) -> Monitor | None:
 
 def _is_marked(process: Process, record: Record) -> bool:
     """Whether the process still says on its command line that it is this machine's."""
-    instance = record.marker.split("/")[-2] if record.marker.count("/") == 3 else ""
-    return processes.marked_id(processes.command_line(process.pid), instance) == record.id
+    return processes.marked_id(processes.command_line(process.pid), record.instance) == record.id
 
 
 def _exit_code(children: Sequence[Child]) -> int | None:

@@ -87,7 +87,9 @@ async def recover(
 
 def _end(pidfd: int, sandbox_id: str, uid: int | None, instance: str) -> None:
     """Both processes: the jail's outer one, and by its mark the program, which does not end with it."""
-    if not processes.wait_ended([pidfd], 0):
-        uids = {os.getuid()} if uid is None else {os.getuid(), uid}
-        processes.end_marked(instance, lambda id: id == sandbox_id, uids)
-    processes.end([pidfd])
+    try:
+        if not processes.wait_ended([pidfd], 0):
+            uids = {os.getuid()} if uid is None else {os.getuid(), uid}
+            processes.end_marked(instance, lambda id: id == sandbox_id, uids)
+    finally:
+        processes.end([pidfd])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from sandboxd.errors import SetupError
-from sandboxd.vm import cgroups
-from sandboxd.vm.cgroups import Group, Limits
+from sandboxd.vm import cgroups, processes
+from sandboxd.vm.cgroups import Group, Hierarchy, Limits
+from sandboxd.vm.processes import Record
+from tests import descriptors
 
 LIMITS = Limits(cpus=0.5, memory_bytes=64 << 20, processes=16)
 INSTANCE = f"test-{os.getpid()}"
@@ -175,6 +178,70 @@ def test_who_comes_while_it_is_removed_is_ended_too(group: Group, monkeypatch: p
         monkeypatch.setattr(Group, "end", late)
         assert group.remove()
         assert started.wait(5) == -9
+
+
+def test_a_group_that_cannot_be_read_is_not_empty(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run(group, "import time; print(flush=True); time.sleep(60)") as started:
+        assert started.stdout is not None and started.stdout.readline()
+        with descriptors.few_left(0):
+            for look in (group.pids, lambda: group.holds(started.pid)):
+                with pytest.raises(OSError) as caught:
+                    look()
+                assert caught.value.errno == errno.EMFILE
+        monkeypatch.setattr(processes, "END_S", 0.05)
+        pauses = watch_pauses(monkeypatch)
+        # One for the group's list, and none for a pidfd, or none at all.
+        for left in (0, 1):
+            with descriptors.few_left(left):
+                assert not group.end()
+            assert 0 < len(pauses) < 50
+            pauses.clear()
+        assert started.poll() is None
+        monkeypatch.undo()
+        assert group.end()
+        assert started.wait(5) == -9
+
+
+def watch_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    pauses: list[float] = []
+    sleep = time.sleep
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr("sandboxd.vm.cgroups.time.sleep", pause)
+    return pauses
+
+
+def test_a_group_that_stays_is_told_of_and_found_again(
+    group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(processes, "END_S", 0.05)
+    below = group.directories[-1] / "below"
+    below.mkdir()
+    try:
+        with caplog.at_level(logging.ERROR):
+            assert not group.remove()
+        assert f"a control group could not be removed: {group.directories[-1]}" in caplog.text
+        assert [left.id for left in cgroups.find().left(INSTANCE, {"two"}, [])] == ["one"]
+    finally:
+        below.rmdir()
+    group.make(LIMITS)
+
+
+def test_what_is_left_of_an_instance_and_of_what_records_name(tmp_path: Path) -> None:
+    tree = tmp_path / "cgroup"
+    for name in ("sandboxd-now/known", "sandboxd-now/lost", "sandboxd-then/renamed", "sandboxd-then/strangers"):
+        (tree / name).mkdir(parents=True)
+    for id, mark in (("renamed", "then/renamed"), ("copied", "then/strangers"), ("none", "")):
+        (tmp_path / id).mkdir()
+        if mark:
+            processes.write_record(tmp_path / id, Record(mark.partition("/")[2], f"/sandboxd/{mark}", ()))
+    left = Hierarchy(2, (tree,)).left("now", {"known"}, [tmp_path / id for id in ("renamed", "copied", "none")])
+    assert [str(group.directories[0].relative_to(tree)) for group in left] == [
+        "sandboxd-now/lost", "sandboxd-then/renamed",
+    ]  # fmt: skip
 
 
 def test_machines_that_come_and_go_at_once_do_not_meet(group: Group) -> None:

@@ -30,6 +30,7 @@ from sandboxd.vm.arch import Arch
 from sandboxd.vm.firecracker_machine import FirecrackerMachine, Tools
 from sandboxd.vm.firecracker_versions import parse
 from sandboxd.vm.machine import Drive, MachineSpec
+from tests import descriptors
 from tests.daemon import assets_dir
 from tests.firecracker_standin.standin import SHIM, Standin
 from tests.vm import starting
@@ -261,7 +262,7 @@ def test_it_boots_with_its_tap_is_found_again_and_leaves_nothing(
             info = (root / name).stat()
             assert (info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode)) == (0, 0, 0o444), name
         info = (root / "drive2").stat()
-        assert (info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode)) == (FIRST_UID, FIRST_UID, 0o600)
+        assert (info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode)) == (0, 0, 0o600), "the VMM has it open"
         assert os.path.samefile(root / "drive2", spec.drives[2].path), "no copy"
         assert opens_tap(network, node, FIRST_UID) == errno.EBUSY, "it is the VMM's"
         assert opens_tap(network, node, FIRST_UID + 1) == errno.EPERM
@@ -282,6 +283,7 @@ def until_none(standin: Standin) -> list[int]:
 
 
 def test_a_killed_starters_machines_are_adopted_or_swept(bootable: Path, tools: Tools, standin: Standin) -> None:
+    """By a daemon of another instance, as it is where the state directory was renamed."""
     with starter(bootable, "kept_1,lost_1,half_1", "hold", standin) as process:
         assert (says(process), says(process)) == ("go", "started")
         process.kill()
@@ -289,11 +291,15 @@ def test_a_killed_starters_machines_are_adopted_or_swept(bootable: Path, tools: 
         fcntl.flock(lock, fcntl.LOCK_EX)
     assert tools.groups is not None
     pids = {id: tools.groups.group(INSTANCE, id).pids() for id in ("kept_1", "lost_1", "half_1")}
+    tools = replace(tools, instance=f"{INSTANCE}-renamed")
     assert firecracker_machine.sweep(bootable, {"kept_1", "half_1"}, tools) == {"lost_1"}
     assert all(map(is_ended, pids["lost_1"])) and not any(map(is_ended, pids["kept_1"] | pids["half_1"]))
     assert os.listdir(bootable / "lost_1") == ["scratch"]
 
     async def main() -> None:
+        for left in range(2):
+            with descriptors.few_left(left), pytest.raises(OSError, match="Too many open files"):
+                await firecracker_machine.adopt(bootable / "kept_1", "kept_1", tools)
         machine = await firecracker_machine.adopt(bootable / "kept_1", "kept_1", tools)
         assert machine is not None
         with unixpath.named(machine.vsock_path) as name, socket.socket(socket.AF_UNIX) as sock:
@@ -318,6 +324,7 @@ def test_a_killed_starters_machines_are_adopted_or_swept(bootable: Path, tools: 
     anyio.run(main)
     for id in pids:
         assert os.listdir(bootable / id) == ["scratch"]
+    assert tools.groups is not None
     assert tools.groups.ids(INSTANCE) == set()
     assert until_none(standin) == []
 

@@ -25,6 +25,7 @@ from sandboxd.vm import cgroups, jail, kvm, processes, qemu
 from sandboxd.vm.commands import Accelerator, Tools
 from sandboxd.vm.machine import Drive
 from sandboxd.vm.qemu import QemuMachine
+from tests import descriptors
 from tests.daemon import assets_dir
 from tests.vm import starting
 from tests.vm.starting import BUILD, FIRST_UID, ROOT, ping, spec
@@ -344,7 +345,8 @@ def test_after_a_starter_was_killed_at_any_moment_a_sweep_leaves_nothing(directo
         fcntl.flock(lock, fcntl.LOCK_EX)
     qemu.sweep(directory, {"kept-by-someone"}, starting.tools(INSTANCE), UIDS)
     assert leftovers() == []
-    assert sorted(os.listdir(directory / "swept")) == ["scratch"]
+    own = directory / "swept"
+    assert not own.exists() or set(os.listdir(own)) <= {"scratch"}
 
 
 def test_a_known_machine_is_not_swept_and_one_whose_directory_is_gone_is(directory: Path, tools: Tools) -> None:
@@ -367,13 +369,15 @@ def test_a_known_machine_is_not_swept_and_one_whose_directory_is_gone_is(directo
 
 @pytest.mark.parametrize("lost", ["qemu-system-x86_64", "sandbox-vsock"])
 def test_half_a_machine_is_not_adopted_but_ended(directory: Path, tools: Tools, lost: str) -> None:
+    """By a daemon of another instance, as it is where the state directory was renamed."""
     with starter(directory, "half", "hold") as process:
         assert (line_of(process), line_of(process)) == ("go", "started")
         process.kill()
     os.kill(programs("half")[lost], signal.SIGKILL)
     time.sleep(0.1)
-    assert anyio.run(qemu.adopt, directory / "half", "half", tools) is None
+    assert anyio.run(qemu.adopt, directory / "half", "half", replace(tools, instance=f"{INSTANCE}-renamed")) is None
     assert leftovers() == []
+    assert tools.groups is None or tools.groups.ids(INSTANCE) == set()
 
 
 def test_a_machine_is_adopted_by_its_own_id_alone(directory: Path, tools: Tools) -> None:
@@ -383,6 +387,28 @@ def test_a_machine_is_adopted_by_its_own_id_alone(directory: Path, tools: Tools)
     assert anyio.run(qemu.adopt, directory / "mine", "yours", tools) is None
     assert leftovers() == []
     qemu.sweep(directory, {"yours"}, tools, UIDS)
+
+
+def test_after_the_state_directory_was_renamed_machines_are_adopted_and_swept(directory: Path, tools: Tools) -> None:
+    """By their records; and one that cannot be looked at is left alone."""
+    with starter(directory, "kept,lost", "hold") as process:
+        assert (line_of(process), line_of(process)) == ("go", "started")
+        process.kill()
+    renamed = replace(tools, instance=f"{INSTANCE}-renamed")
+    assert qemu.sweep(directory, {"kept"}, renamed, UIDS) == {"lost"}
+    assert tools.groups is None or tools.groups.ids(INSTANCE) == {"kept"}
+
+    async def main() -> None:
+        for left in range(2):
+            with descriptors.few_left(left), pytest.raises(OSError, match="Too many open files"):
+                await qemu.adopt(directory / "kept", "kept", renamed)
+        machine = await qemu.adopt(directory / "kept", "kept", renamed)
+        assert machine is not None
+        await machine.terminate()
+
+    anyio.run(main)
+    assert leftovers() == []
+    assert tools.groups is None or tools.groups.ids(INSTANCE) == set()
 
 
 def test_a_vmm_whose_monitor_is_busy_is_adopted_all_the_same(

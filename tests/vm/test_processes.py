@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from sandboxd.vm import processes
 from sandboxd.vm.processes import Process, Record
+from tests import descriptors
 
 MARKED = "/sandboxd/t1/box/qemu"
 
@@ -113,6 +116,58 @@ def test_the_dead_but_not_waited_for_count_as_gone(children: list[subprocess.Pop
     assert processes.hold(process) is None
 
 
+LOOKS: dict[str, Callable[[Process, Path], object]] = {
+    "hold": lambda process, _: processes.hold(process),
+    "hold_all": lambda process, _: processes.hold_all([process]),
+    "has_ended": lambda process, _: processes.has_ended(process),
+    "hold_child": lambda process, _: processes.hold_child(process.pid, os.getpid()),
+    "start_ticks": lambda process, _: processes.start_ticks(process.pid),
+    "parent": lambda process, _: processes.parent(process.pid),
+    "command_line": lambda process, _: processes.command_line(process.pid),
+    "end_marked": lambda _, __: processes.end_marked("t1", lambda id: True, {os.getuid()}),
+    "read_record": lambda _, directory: processes.read_record(directory),
+    "end_recorded": lambda _, directory: processes.end_recorded(directory),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_cannot_be_looked_at_is_not_gone(
+    look: str, tmp_path: Path, children: list[subprocess.Popen[bytes]]
+) -> None:
+    child = start(children, MARKED)
+    process = seen(child)
+    processes.write_record(tmp_path, Record("box", "/sandboxd/t1/box", (process,)))
+    with descriptors.few_left(0), pytest.raises(OSError) as caught:
+        LOOKS[look](process, tmp_path)
+    assert caught.value.errno == errno.EMFILE
+    assert child.poll() is None
+    assert processes.read_record(tmp_path) is not None
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_what_was_held_is_let_go_where_the_next_cannot_be(
+    left: int, children: list[subprocess.Popen[bytes]]
+) -> None:
+    """For the first one's pidfd, for its look at /proc beside it, for the second one's."""
+    held = [seen(start(children, "sleep")) for _ in range(2)]
+    before = os.listdir("/proc/self/fd")
+    with descriptors.few_left(left), pytest.raises(OSError):
+        processes.hold_all(held)
+    assert os.listdir("/proc/self/fd") == before
+    assert [child.poll() for child in children] == [None, None]
+
+
+def test_a_thread_is_no_process() -> None:
+    thread = threading.Thread(target=(stop := threading.Event()).wait, args=(10,))
+    thread.start()
+    try:
+        assert thread.native_id is not None
+        assert processes.hold(Process("QEMU", thread.native_id, processes.start_ticks(thread.native_id))) is None
+    finally:
+        stop.set()
+        thread.join()
+
+
 def test_a_name_with_parentheses_does_not_shift_the_fields(tmp_path: Path) -> None:
     program = tmp_path / ") R 1 (x"
     program.symlink_to("/bin/sleep")
@@ -142,9 +197,13 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
         pytest.param({"processes": {"pid": 1}}, id="no list"),
         pytest.param({"processes": [{"role": "QEMU", "pid": 1, "start_ticks": 1}]}, id="init"),
         pytest.param({"processes": [{"role": "QEMU", "pid": -1, "start_ticks": 1}]}, id="a group"),
+        pytest.param({"processes": [{"role": "QEMU", "pid": 1 << 31, "start_ticks": 1}]}, id="no pid of any kernel"),
         pytest.param({"processes": [{"role": "QEMU", "pid": "7", "start_ticks": 1}]}, id="a pid of another kind"),
         pytest.param({"processes": [{"role": "QEMU", "pid": 7}]}, id="no start time"),
         pytest.param({"id": 7}, id="an id of another kind"),
+        pytest.param({"marker": "/sandboxd/t1/other"}, id="a mark of another machine"),
+        pytest.param({"marker": "/sandboxd/../box"}, id="a mark of no instance"),
+        pytest.param({"marker": "box"}, id="no mark"),
     ],
 )
 def test_a_damaged_record_is_no_record(tmp_path: Path, change: dict[str, object]) -> None:

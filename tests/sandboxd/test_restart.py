@@ -1,0 +1,78 @@
+"""What a restart does not take for gone."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import anyio
+import pytest
+
+from sandboxd import restart
+from sandboxd.audit import Audit
+from sandboxd.errors import SetupError
+from sandboxd.lifecycle import State
+from sandboxd.places import Places
+from sandboxd.store import Network, SandboxRecord, Store
+from sandboxd.vm import processes
+from sandboxd.vm.machine import Machine, MachineSpec
+from sandboxd.vm.processes import Record
+from tests import descriptors
+
+
+class Blind:
+    """A backend that has no descriptor left when it looks, at machines or for those of nobody."""
+
+    name, silent = "blind", False
+
+    def __init__(self, sweeps_only: bool) -> None:
+        self._sweeps_only = sweeps_only
+
+    async def start(self, spec: MachineSpec) -> Machine:
+        raise NotImplementedError
+
+    async def adopt(self, directory: Path, sandbox_id: str) -> Machine | None:
+        with descriptors.few_left(1 if self._sweeps_only else 0):
+            processes.read_record(directory)
+        return Running()
+
+    def sweep(self, sandboxes: Path, known: frozenset[str]) -> None:
+        with descriptors.few_left(0):
+            processes.end_marked("blind", lambda id: True, ())
+
+    async def recover(self, volume: Path, sandbox_id: str, uid: int | None) -> bool:
+        raise NotImplementedError
+
+
+class Running:
+    """As little of a machine as a restart looks at."""
+
+    spec_id, vsock_path, programs = "sbx_1", Path("/none"), ()
+
+    async def console_tail(self, limit_bytes: int = 8192) -> bytes:
+        raise NotImplementedError
+
+    async def wait_exit(self) -> None:
+        raise NotImplementedError
+
+    async def terminate(self) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("sweeps_only", [False, True], ids=["its record", "all processes"])
+def test_what_cannot_be_looked_at_stops_the_start_and_no_machine(tmp_path: Path, sweeps_only: bool) -> None:
+    store = Store(tmp_path / "state.sqlite")
+    record = SandboxRecord("sbx_1", "", State.RUNNING, "i", 1, 1, 2, (), Network("none"), 1.0, 3)
+    store.put(record)
+    places = Places(tmp_path)
+    places.machine("sbx_1").mkdir(parents=True)
+    places.scratch("sbx_1").touch()
+    processes.write_record(places.machine("sbx_1"), Record("sbx_1", "/sandboxd/i/sbx_1", ()))
+    with pytest.raises(SetupError) as caught:
+        anyio.run(restart.adopt, places, store, Blind(sweeps_only), Audit(None))
+    assert "Too many open files (raise LimitNOFILE, or `ulimit -n`); they are left running" in str(caught.value)
+    cause = caught.value.__cause__
+    assert isinstance(cause, OSError) and cause.errno == errno.EMFILE
+    assert store.sandboxes()[0] == [record]
+    assert places.scratch("sbx_1").exists() and not places.disks.exists()
+    store.close()
