@@ -2,7 +2,8 @@
 
     with Standin(directory) as standin: …
 
-Everything that was started through it ends with it.
+By hand, until Ctrl-C or TERM: `python -m tests.firecracker_standin.standin DIRECTORY`. Everything that was started
+through it ends with it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -110,3 +112,10 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_suffix(".new")
     temporary.write_text(text)
     os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt), Standin(Path(sys.argv[1]).resolve()):
+        print("ready", flush=True)
+        signal.pause()
