@@ -13,12 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import anyio
 import pytest
 
 from sandboxd.assembly import instance
 from sandboxd.client import Create, NetworkRequest
 from sandboxd.errors import SandboxError
 from sandboxd.vm import cgroups
+from sandboxd.vm.firecracker import Request
+from sandboxd.vm.firecracker_client import Client
 from tests.conformance.live import FIRECRACKER
 from tests.daemon import Daemon, assets_dir
 from tests.firecracker_standin.standin import SHIM, Standin
@@ -68,6 +71,15 @@ def everything_said() -> bytes:
     return found
 
 
+def configured(root: Path) -> str:
+    """What a VMM says that its machine is, over the API in its jail."""
+    fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return json.dumps(anyio.run(Client(fd).send, Request("GET", "/vm/config")))
+    finally:
+        os.close(fd)
+
+
 def test_a_sandbox_from_create_to_delete_and_over_a_killed_daemon(daemon: Daemon, standin: Standin) -> None:
     client = daemon.client
     assert client.capabilities().backend == "firecracker"
@@ -75,10 +87,15 @@ def test_a_sandbox_from_create_to_delete_and_over_a_killed_daemon(daemon: Daemon
     done = client.run(sandbox.id, ["sh", "-c", 'test -n "$CANARY" && cat /proc/cmdline'])
     assert done.exit_code == 0
     assert b"8250.nr_uarts=0" in done.stdout
+    client.start(sandbox.id, ["sleep", "600"], env={"CANARY": CANARY})
     assert CANARY.encode() not in done.stdout + everything_said()
     directory = daemon.state / "sandboxes" / sandbox.id
     told = json.dumps(standin.calls(sandbox.id.replace("_", "-"))) + (directory / "vm.json").read_text()
     assert "InstanceStart" in told
+    (root,) = directory.glob("jail/*/*/root")
+    configuration = configured(root)
+    assert '"uds_path": "v.sock"' in configuration
+    told += configuration
     assert CANARY not in told
     assert sandbox.id not in told.replace('"id": "' + sandbox.id, "").replace(f"/{sandbox.id}", "")
 
