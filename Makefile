@@ -130,6 +130,8 @@ define apt_install
 endef
 
 apt:
+	@[ "$$(uname -m)" = x86_64 ] || { echo "sandbox-cli's virtual machines are for x86_64, and this machine is $$(uname -m);" \
+	    "docs/firecracker.md says what is missing for arm64"; exit 1; }
 	$(call apt_install,$(APT))
 
 # Debian starts a service as it installs it, unless there is a policy against that (invoke-rc.d(8)).

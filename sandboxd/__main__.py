@@ -112,6 +112,7 @@ from sandboxd.settings import Settings
 from sandboxd.store import Store
 from sandboxd.termsafe import clean
 from sandboxd.uids import Uids
+from sandboxd.vm import arch
 from sandboxd.wire import API_VERSION
 
 log = logging.getLogger("sandboxd")
@@ -128,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="sandboxd: %(message)s")
     faults: list[BaseException] = []
     try:
+        arch.require()
         settings = flags.read(given, os.environ, os.geteuid())
         if settings.prepare_only:
             prepare.prepare(settings.assets_dir, settings.build_dir, print_progress(), settings.kernel)

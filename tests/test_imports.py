@@ -376,7 +376,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         ("sandboxd.*", "sandboxd.vm.*", "sandboxd.assets.*", "egress.network", "egress.control", "native"),
         ("anyio",),
     ),
-    ("sandboxd.__main__", ("sandboxd.*", "sandboxd.assets.prepare"), ("anyio", "docopt")),
+    ("sandboxd.__main__", ("sandboxd.*", "sandboxd.assets.prepare", "sandboxd.vm.arch"), ("anyio", "docopt")),
     (
         "cli.audit",
         ("cli.*", "sandboxd.chain", "sandboxd.client", "sandboxd.errors", "sandboxd.generations", "sandboxd.termsafe"),

@@ -21,4 +21,13 @@ def here() -> Arch:
     try:
         return Arch(machine)
     except ValueError:
-        raise SetupError(f"no virtual machine can be confined on {machine}: x86_64 is needed") from None
+        raise SetupError(f"nothing can be confined on {machine}: there is no filter of system calls for it") from None
+
+
+def require() -> None:
+    """Raises SetupError where the guests' kernel and images, and QEMU's machine, are another processor's."""
+    if (machine := platform.machine()) != Arch.X86_64.value:
+        raise SetupError(
+            f"sandboxd's kernel, images and virtual machines are for x86_64, and this machine is {machine}; "
+            "docs/firecracker.md says what is missing for arm64"
+        )

@@ -212,6 +212,15 @@ def test_where_it_is_not_installed_both_ways_are_named(asked: Asked, monkeypatch
         choose(replace(asked, backend="firecracker", firecracker=""))
 
 
+def test_what_lies_in_path_is_not_found(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in of the tests, for one."""
+    monkeypatch.setattr(firecracker_versions, "PLACES", str(asked.state_dir / "empty"))
+    monkeypatch.setenv("PATH", f"{asked.state_dir}:{os.environ['PATH']}")
+    monkeypatch.chdir(asked.state_dir)
+    chosen = choose(replace(asked, firecracker=""))
+    assert (chosen.name, chosen._why.partition(";")[0]) == ("qemu", "firecracker is not installed")
+
+
 def test_a_machine_of_a_backend_that_is_gone_is_no_reason_to_end_it(asked: Asked, tmp_path: Path) -> None:
     own = processes.Process("Firecracker", os.getpid(), processes.start_ticks(os.getpid()))
     processes.write_record(tmp_path, Record("sbx_1", "/sandboxd/0123456789ab/sbx_1", (own,)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -163,6 +164,17 @@ def test_the_same_token_twice_and_blanks_around_it_are_fine(files: Path) -> None
     assert (tokens.find(token), tokens.find(b"another-0123456789"), tokens.find(b"")) == (0, 1, None)
     assert not Tokens() and Tokens().find(b"") is None
     assert TOKEN not in repr(tokens) and TOKEN not in repr(vars(type(tokens)))
+
+
+@pytest.mark.parametrize("words", [["prepare"], []])
+def test_a_processor_whose_machines_it_does_not_run(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(SystemExit, match="1"):
+        program.main([*words, "--state-dir", "/dev/null/nowhere"])
+    said = capfd.readouterr().err
+    assert "for x86_64, and this machine is aarch64; docs/firecracker.md says" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
