@@ -110,6 +110,21 @@ def system_unit() -> None:
     say("its directories are private", set(modes.values()) == {"700"}, modes=modes)
 
 
+GROUPS = {
+    "version": 2, "lacking": [], "entered": True, "ended": True, "killed": -9, "forks": 15, "emptied": True, "hog": -9,
+    "removed": True, "left": [],
+    "files": {
+        "cpu.max": "50000 100000", "memory.max": "67108864", "memory.swap.max": "0", "memory.oom.group": "1",
+        "pids.max": "16",
+    },
+}  # fmt: skip
+
+
+def control_groups() -> None:
+    code, text = run(f"{PREFIX}/bin/python", "/mnt/groups.py")
+    say("control groups of version 2 hold", code == 0 and json.loads(text) == GROUPS, text=text)
+
+
 ROOT = {"SANDBOX_TOKEN_FILE": "/root/token"}
 TCP = "http://127.0.0.1:729"
 
@@ -185,6 +200,7 @@ def user_unit() -> None:
 
 def main() -> None:
     try:
+        control_groups()
         system_unit()
         users()
         outlives(stand_in, "a process")

@@ -50,7 +50,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
             target.symlink_to(os.readlink(path))
         else:
             shutil.copytree(path, target, copy_function=shutil.copy2)
-    shutil.copy(ROOT / "tests" / "packaging" / "check.py", tree / "check.py")
+    for name in ("check.py", "groups.py"):
+        shutil.copy(ROOT / "tests" / "packaging" / name, tree / name)
     kernel, modules, root = machine.build(assets_dir(), ROOT / "build")
     subprocess.run(keep_times(drive.mkfs(tree, place / "tree.erofs")), check=True, stdout=subprocess.DEVNULL)
     initramfs = place / "initramfs"
@@ -68,6 +69,7 @@ def keep_times(command: list[str]) -> list[str]:
 
 
 STEPS = [
+    "control groups of version 2 hold",
     "the unit has no fault",
     "it starts",
     "it said ready",
