@@ -26,14 +26,14 @@ from sandboxd.lifecycle import State
 from sandboxd.networks import Networks, interface
 from sandboxd.node import Node
 from sandboxd.places import Places
-from sandboxd.policy import DEFAULT_IMAGE
+from sandboxd.policy import DEFAULT_IMAGE, Limits
 from sandboxd.pools import Booted, Shape
 from sandboxd.readiness import AssetsState
 from sandboxd.sandboxes import message
 from sandboxd.store import SandboxRecord
 from sandboxd.termsafe import clean
 from sandboxd.uids import Uids
-from sandboxd.vm.machine import Backend, Drive, Machine, MachineSpec, Share
+from sandboxd.vm.machine import Backend, Drive, Machine, MachineSpec, Rate, Share
 from sandboxd.volumes import Volumes
 
 BOOT_S = 60.0
@@ -43,15 +43,18 @@ log = logging.getLogger("sandboxd")
 
 
 class Boot:
-    """One per daemon. `guest_files` are written in sandboxes that have a network."""
+    """One per daemon. `guest_files` are written in sandboxes that have a network; of the `limits`, those of a drive
+    are taken."""
 
     def __init__(
         self, places: Places, backend: Backend, assets: AssetsState, uids: Uids | None, networks: Networks,
-        images: Images, volumes: Volumes, node: Node, guest_files: Mapping[str, bytes],
+        images: Images, volumes: Volumes, node: Node, guest_files: Mapping[str, bytes], limits: Limits,
     ) -> None:  # fmt: skip
         self._places, self._backend, self._assets, self._uids = places, backend, assets, uids
         self._networks, self._images, self._volumes, self._node = networks, images, volumes, node
         self._guest_files = guest_files
+        bytes_per_s = None if limits.disk_mb_per_s is None else limits.disk_mb_per_s << 20
+        self._rate = Rate(bytes_per_s, limits.disk_ops_per_s)
 
     async def waiting(self, shape: Shape, undo: AsyncExitStack) -> tuple[str, Booted]:
         """A machine of nobody's yet. It has an id, and no record: a restart ends it."""
@@ -90,13 +93,14 @@ class Boot:
         volumes = await self._volumes.ready(record.volumes, record.id, uid)
         link = await self._networks.open(record, self._places.names(record.id))
         undo.push_async_callback(_shielded, self._networks.close, record.id)
+        drives = [
+            (assets.runtime, True), (image, True), (scratch, False),
+            *((path, one.read_only) for path, one in zip(volumes, record.volumes, strict=True)),
+        ]  # fmt: skip
         spec = MachineSpec(
             id=record.id, cpus=math.ceil(record.cpus), memory_mb=record.memory_mb,
             kernel=assets.kernel, initramfs=assets.initramfs,
-            drives=(
-                Drive(assets.runtime, True), Drive(image, True), Drive(scratch, False),
-                *(Drive(path, one.read_only) for path, one in zip(volumes, record.volumes, strict=True)),
-            ),
+            drives=tuple(Drive(path, read_only, self._rate) for path, read_only in drives),
             directory=directory, uid=uid, share=share,
         )  # fmt: skip
         if link is not None:

@@ -52,6 +52,9 @@ class Limits:
     max_snapshot_keep: int = 5
     max_lifetime_secs: int = 0
     """0: no limit."""
+    disk_mb_per_s: int | None = None
+    """What each drive of a sandbox may carry, reads and writes together, in MiB; None: no limit."""
+    disk_ops_per_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

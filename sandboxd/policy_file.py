@@ -27,6 +27,10 @@ from sandboxd.vm.machine import MAX_CPUS
 MAX_BYTES = 1 << 20
 MAX_POOL = 32
 MAX_LIMIT = (1 << 31) - 1
+MAX_DISK_RATE = 1_000_000
+"""MiB, and requests, per second: more than any drive does, and what QEMU takes as bytes (10^15, its throttle.h)."""
+MIN_DISK_OPS = 20
+"""A guest makes some 350 requests until it answers, and has a minute for it."""
 
 
 def read(path: Path, built_in: Policy) -> Policy:
@@ -87,6 +91,8 @@ def _limits(section: Section, built_in: Limits) -> Limits:
         "max_idle_timeout_secs": (0, rules.CENTURY_S),
         "max_lifetime_secs": (0, rules.CENTURY_S),
         "max_snapshot_keep": (0, MAX_LIMIT),
+        "disk_mb_per_s": (1, MAX_DISK_RATE),
+        "disk_ops_per_s": (MIN_DISK_OPS, MAX_DISK_RATE),
     }
     found: dict[str, Any] = {}
     for each in dataclasses.fields(built_in):

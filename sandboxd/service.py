@@ -77,7 +77,9 @@ class Service:
         self._tasks = anyio.create_task_group()
         self._sandboxes = Sandboxes(places, store, audit, self._tasks)
         self._changes = Changes(policy, store, audit, networks, self._sandboxes)
-        self._boot = Boot(places, backend, assets, uids, networks, images, self._volumes, node, guest_files)
+        self._boot = Boot(
+            places, backend, assets, uids, networks, images, self._volumes, node, guest_files, policy.limits
+        )
         self.pools = Pools(pools_of(policy), self._boot.waiting)
         ending = Ending(places, store, audit, networks, self._sandboxes)
         self._supervision = Supervision(store, audit, networks, self._sandboxes, ending, self._tasks)

@@ -9,6 +9,7 @@ line.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 from sandboxd.errors import SetupError
 from sandboxd.vm import cgroups, jail, virtiofs
 from sandboxd.vm.jail import Jail, Limits, Program
-from sandboxd.vm.machine import MachineSpec
+from sandboxd.vm.machine import UNLIMITED, MachineSpec, Rate
 
 MACHINE = "pc-i440fx-7.2"  # versioned: a saved machine fits a later QEMU; its root bus can hot-plug
 GUEST_CID = 3
@@ -140,6 +141,15 @@ def argv(spec: MachineSpec, accelerator: Accelerator, fds: Descriptors) -> list[
         command += [
             "-add-fd", f"fd={fd},set={index}",
             "-blockdev", f"driver=raw,node-name={node},{options},{file}",
+        ]  # fmt: skip
+        if drive.rate != UNLIMITED:
+            limited = f"limited{index}"
+            command += [
+                "-object", _throttle_group(f"rate{index}", drive.rate),
+                "-blockdev", f"driver=throttle,node-name={limited},throttle-group=rate{index},{options},file={node}",
+            ]  # fmt: skip
+            node = limited
+        command += [
             # A full host gives the guest an I/O error, not a machine that stands still.
             "-device", f"virtio-blk-pci,drive={node},werror=report,rerror=report",
         ]  # fmt: skip
@@ -217,6 +227,13 @@ def device_jail(spec: MachineSpec, tools: Tools, entering: Sequence[str] = ()) -
         files=(),
         before=tuple(entering),
     )
+
+
+def _throttle_group(id: str, rate: Rate) -> str:
+    """As JSON (qapi/qom.json, ThrottleGroupProperties), since the dotted form has unstable names alone."""
+    limits = {"bps-total": rate.bytes_per_s, "iops-total": rate.ops_per_s}
+    found = {name: value for name, value in limits.items() if value is not None}
+    return json.dumps({"qom-type": "throttle-group", "id": id, "limits": found})
 
 
 def _code_bytes(accelerator: Accelerator) -> int:

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from sandboxd.vm.arch import Arch
 from sandboxd.vm.firecracker_versions import Feature, Version, has
-from sandboxd.vm.machine import MachineSpec
+from sandboxd.vm.machine import UNLIMITED, MachineSpec, Rate
 
 GUEST_CID = 3
 IFACE = "eth0"
@@ -22,6 +22,10 @@ MAX_CPUS = 32  # firecracker.yaml, MachineConfiguration
 MAX_DRIVES = 16  # of 19 interrupt lines for devices, three are for network, vsock and entropy
 CALL_S = 5.0
 START_S = 20.0
+BUCKET_MS = 1000
+"""A bucket holds what comes in a second. A much smaller one would overflow between two looks of the limiter, 100 ms
+apart; and Linux makes requests of up to 1.25 MiB, of which each that is larger than the bucket is an error in the log
+(Firecracker's rate_limiter/mod.rs)."""
 WRITTEN_MB_S = 20  # a disk slower than that is not waited for when memory is saved
 
 
@@ -120,6 +124,8 @@ def requests(
         if not disk.read_only:
             # What a guest has synced is on the host's disk, too.
             body["cache_type"] = "Writeback"
+        if disk.rate != UNLIMITED:
+            body["rate_limiter"] = _rate_limiter(disk.rate)
         found.append(Request("PUT", f"/drives/{drive(index)}", body))
     if tap_name is not None:
         interface = {"iface_id": IFACE, "host_dev_name": tap_name, "guest_mac": spec.mac}
@@ -147,7 +153,8 @@ def load_requests(
     spec: MachineSpec, version: Version, tap_name: str | None, replaced: Sequence[int] = ()
 ) -> tuple[Request, ...]:
     """The calls that restore a machine in a fresh VMM. Drives whose index is in `replaced` are others than those of the
-    snapshot: the guest is told, before it runs, that they have another size."""
+    snapshot: the guest is told, before it runs, that they have another size. The limits of a drive are in the snapshot;
+    those that it has now take their place."""
     _check_tap(spec, tap_name)
     if not all(0 <= index < len(spec.drives) for index in replaced):
         raise ValueError("a drive to be replaced is none of the machine's")
@@ -161,15 +168,27 @@ def load_requests(
         load["network_overrides"] = [{"iface_id": IFACE, "host_dev_name": tap_name}]
     if has(version, Feature.VSOCK_OVERRIDE):
         load["vsock_override"] = {"uds_path": Names.VSOCK.value}
+    changes = []
+    for index, disk in enumerate(spec.drives):
+        change: dict[str, object] = {}
+        if index in replaced:
+            change["path_on_host"] = drive(index)
+        if disk.rate != UNLIMITED:
+            change["rate_limiter"] = _rate_limiter(disk.rate)
+        if change:
+            changes.append(Request("PATCH", f"/drives/{drive(index)}", {"drive_id": drive(index), **change}))
     return (
         *_observed(),
         Request("PUT", "/snapshot/load", load, START_S),
-        *(
-            Request("PATCH", f"/drives/{drive(index)}", {"drive_id": drive(index), "path_on_host": drive(index)})
-            for index in replaced
-        ),
+        *changes,
         Request("PATCH", "/vm", {"state": "Resumed"}),
     )
+
+
+def _rate_limiter(rate: Rate) -> dict[str, object]:
+    """Both buckets: one of size 0 limits nothing, where one that is left out leaves a saved limit in force."""
+    sizes = {"bandwidth": rate.bytes_per_s or 0, "ops": rate.ops_per_s or 0}
+    return {name: {"size": size, "refill_time": BUCKET_MS} for name, size in sizes.items()}
 
 
 def _observed() -> tuple[Request, ...]:

@@ -19,11 +19,27 @@ _MAC = re.compile(r"[0-9a-f][02468ace](:[0-9a-f]{2}){5}")  # of one interface, n
 
 
 @dataclass(frozen=True, slots=True)
+class Rate:
+    """What a drive may do in a second, reads and writes together; None: as much as it can. Raises ValueError."""
+
+    bytes_per_s: int | None = None
+    ops_per_s: int | None = None
+
+    def __post_init__(self) -> None:
+        if any(value is not None and value < 1 for value in (self.bytes_per_s, self.ops_per_s)):
+            raise ValueError("a drive that may do nothing is none")
+
+
+UNLIMITED = Rate()
+
+
+@dataclass(frozen=True, slots=True)
 class Drive:
     """A disk image of the host. A read-only one reaches the VMM as an O_RDONLY descriptor."""
 
     path: Path
     read_only: bool
+    rate: Rate = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -428,10 +429,18 @@ class Vmm:
         drive = self._drives.get(id)
         if drive is None:
             raise Refused(f"Drive config error: Device not found: {id}")
-        if "path_on_host" not in body:
-            return
+        # Of a limiter, what is left out stays as it was.
+        limiter = {**drive.body.get("rate_limiter", {}), **body.get("rate_limiter", {})}
+        changed = drive.body | body | ({"rate_limiter": limiter} if limiter else {})
+        if "path_on_host" in body:
+            await self._exchange_drive(id, drive, body["path_on_host"])
+        drive.body = changed
+        if self._guest is not None:
+            await self._guest.limit(list(self._drives).index(id), _limits(changed))
+
+    async def _exchange_drive(self, id: str, drive: Opened, path: str) -> None:
         read_only = bool(drive.body.get("is_read_only"))
-        fd = await self._open_drive(body["path_on_host"], read_only)
+        fd = await self._open_drive(path, read_only)
         try:
             if self._guest is not None:
                 await self._guest.exchange(list(self._drives).index(id), fd, read_only)
@@ -439,7 +448,7 @@ class Vmm:
             os.close(fd)
             raise
         drive.close()
-        self._drives[id] = Opened(drive.body | body, [fd])
+        drive.fds.append(fd)
 
     async def _create_snapshot(self, body: Body) -> None:
         if body.get("snapshot_type", "Full") != "Full":
@@ -525,7 +534,7 @@ class Vmm:
             memory_mib=machine["mem_size_mib"],
             # A root device comes first, the others in the order in which they were made known.
             disks=[
-                Disk(drive.fds[0], bool(drive.body.get("is_read_only")))
+                Disk(drive.fds[0], bool(drive.body.get("is_read_only")), _limits(drive.body))
                 for drive in sorted(self._drives.values(), key=lambda drive: not drive.body.get("is_root_device"))
             ],
             taps=[(entry.fds[0], entry.body.get("guest_mac", "")) for entry in self._interfaces.values()],
@@ -663,6 +672,15 @@ class Vmm:
 
 def _message(text: str) -> Body:
     return {"fault_message": text}
+
+
+def _limits(drive: Body) -> dict[str, int]:
+    """What the limiter's buckets let through in a second, as QEMU has it: 0, like a bucket of no size, is no limit."""
+    found = {}
+    for name, limit in (("bandwidth", "bps-total"), ("ops", "iops-total")):
+        bucket = drive.get("rate_limiter", {}).get(name, {})
+        found[limit] = math.ceil(bucket["size"] * 1000 / bucket["refill_time"]) if bucket.get("refill_time") else 0
+    return found
 
 
 async def _end_soon(code: int) -> None:

@@ -8,12 +8,13 @@ emulation. Everything here ends with the process that started it.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,11 @@ UNPLUG_S = 10.0
 
 @dataclass(frozen=True)
 class Disk:
+    """`limits` are QEMU's (ThrottleLimits), 0 for none."""
+
     fd: int
     read_only: bool
+    limits: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,10 @@ def argv(parts: Parts, monitor: int, serial: int, vhost: int | None, saved: int 
             "-add-fd", f"fd={disk.fd},set={index}",
             "-blockdev", f"driver=file,node-name=file{index},filename=/dev/fdset/{index},{access}",
             "-blockdev", f"driver=raw,node-name=drive{index},file=file{index},{access}",
-            "-device", f"virtio-blk-pci,id=disk{index},drive=drive{index},werror=report,rerror=report",
+            # Always there, so that limits can come later.
+            "-object", json.dumps({"qom-type": "throttle-group", "id": f"rate{index}", "limits": disk.limits}),
+            "-blockdev", f"driver=throttle,node-name=top{index},throttle-group=rate{index},file=drive{index},{access}",
+            "-device", f"virtio-blk-pci,id=disk{index},drive=top{index},werror=report,rerror=report",
         ]  # fmt: skip
     for index, (fd, mac) in enumerate(parts.taps):
         device = f"virtio-net-pci,netdev=net{index},romfile=" + (f",mac={mac}" if mac else "")
@@ -145,7 +152,7 @@ class Guest:
         if saved is not None:
             await self._migrated()
             for index, disk in enumerate(self._parts.disks):
-                await self._tell_size(index, disk)
+                await self._tell_size(index, disk.fd, disk.read_only)
             if self._parts.vsock is not None:
                 await self._execute("device_add", driver="vhost-user-vsock-pci", id="vsock", chardev="vsock0")
                 self._plugged = True
@@ -214,12 +221,15 @@ class Guest:
         )
         options = [{"driver": "raw", "node-name": f"drive{index}", "file": node, **access}]
         await self._execute("blockdev-reopen", options=options)
-        await self._tell_size(index, Disk(fd, read_only))
+        await self._tell_size(index, fd, read_only)
 
-    async def _tell_size(self, index: int, disk: Disk) -> None:
+    async def limit(self, index: int, limits: Mapping[str, int]) -> None:
+        await self._execute("qom-set", path=f"/objects/rate{index}", property="limits", value=limits)
+
+    async def _tell_size(self, index: int, fd: int, read_only: bool) -> None:
         """The guest learns that its disk has changed; of a read-only one QEMU tells it nothing."""
-        if not disk.read_only:
-            await self._execute("block_resize", size=os.fstat(disk.fd).st_size, **{"node-name": f"drive{index}"})
+        if not read_only:
+            await self._execute("block_resize", size=os.fstat(fd).st_size, **{"node-name": f"top{index}"})
 
     def deafen(self) -> None:
         """Its vsock takes connections and answers none, as in versions with that fault. QEMU cannot reset it then."""

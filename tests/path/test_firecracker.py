@@ -29,6 +29,9 @@ from tests.firecracker_standin.standin import SHIM, Standin
 NONE = NetworkRequest("none")
 TAP = "/network-interfaces/eth0"
 CANARY = "value-2f1c7a90b6"
+LIMITER = {
+    "bandwidth": {"size": 1000 << 20, "refill_time": 1000}, "ops": {"size": 100000, "refill_time": 1000},
+}  # fmt: skip
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the jailer needs root")
 
 
@@ -52,7 +55,9 @@ def standin(place: Path) -> Iterator[Standin]:
 
 @pytest.fixture(scope="module")
 def daemon(place: Path, standin: Standin) -> Iterator[Daemon]:
-    flags = ("--firecracker", str(standin.firecracker), "--jailer", str(standin.jailer))
+    policy = place / "policy.yaml"
+    policy.write_text("limits: {disk_mb_per_s: 1000, disk_ops_per_s: 100000}\n")
+    flags = ("--firecracker", str(standin.firecracker), "--jailer", str(standin.jailer), "--policy", str(policy))
     with Daemon(place / "d", flags=flags, command=FIRECRACKER) as running:
         yield running
     assert running.leftovers() == []
@@ -90,6 +95,8 @@ def test_a_sandbox_from_create_to_delete_and_over_a_killed_daemon(daemon: Daemon
     client.start(sandbox.id, ["sleep", "600"], env={"CANARY": CANARY})
     assert CANARY.encode() not in done.stdout + everything_said()
     directory = daemon.state / "sandboxes" / sandbox.id
+    drives = [call for call in standin.calls(sandbox.id.replace("_", "-")) if call["path"].startswith("/drives/")]
+    assert [json.loads(call["body"])["rate_limiter"] for call in drives] == [LIMITER] * 3
     told = json.dumps(standin.calls(sandbox.id.replace("_", "-"))) + (directory / "vm.json").read_text()
     assert "InstanceStart" in told
     (root,) = directory.glob("jail/*/*/root")

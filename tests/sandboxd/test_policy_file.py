@@ -32,6 +32,11 @@ def parsed(text: str | bytes) -> tuple[Policy, list[str]]:
             "default_image: sandbox-base\nlimits: {max_cpus: 2, max_lifetime_secs: 60}\ndefaults: {cpus: 0.5}",
             replace(BUILT_IN, cpus=0.5, limits=Limits(max_cpus=2, max_lifetime_secs=60)), id="sizes",
         ),
+        pytest.param(
+            "limits: {disk_mb_per_s: 1, disk_ops_per_s: 20}",
+            replace(BUILT_IN, limits=Limits(disk_mb_per_s=1, disk_ops_per_s=20)), id="what a drive may carry",
+        ),
+        pytest.param("limits: {disk_mb_per_s: ~}", BUILT_IN, id="no limit of a drive"),
         pytest.param("defaults: {idle_timeout_secs: 0}", replace(BUILT_IN, idle_timeout_secs=0), id="never idle"),
         pytest.param(
             "pools: [{size: 3}]", replace(BUILT_IN, pools=(PoolSize("", 3),)), id="a pool",
@@ -130,6 +135,14 @@ def test_what_it_says(text: str, expected: Policy) -> None:
         pytest.param("limits: {max_idle_timeout_secs: 60}", "defaults.idle_timeout_secs: 1800 is", id="a short limit"),
         pytest.param("limits: {max_cpus: 65}", "limits.max_cpus: it must be a whole number from 1 to 64", id="many"),
         pytest.param("limits: {max_lifetime_secs: 99999999999}", "limits.max_lifetime_secs: it must", id="too long"),
+        *(
+            pytest.param(
+                f"limits: {{{key}: {value}}}", f"limits.{key}: it must be a whole number from {least} to 1000000",
+                id=f"{key}: {value}",
+            )
+            for key, least in (("disk_mb_per_s", 1), ("disk_ops_per_s", 20))
+            for value in (str(least - 1), "-1", "1000001", "100.5", "true", "'100'", "none", "[100]")
+        ),
         pytest.param("pools: {size: 1}", "pools: it must be a list", id="one pool"),
         pytest.param("pools: [1]", "pools[0]: it must be a mapping", id="a pool of nothing"),
         pytest.param("pools: [{}]", "pools[0].size: it is missing", id="a pool without a size"),

@@ -12,7 +12,7 @@ from sandboxd.errors import SetupError
 from sandboxd.vm import cgroups, commands, jail, virtiofs
 from sandboxd.vm.commands import Accelerator, Descriptors, Tools
 from sandboxd.vm.jail import Jail, Limits, Program
-from sandboxd.vm.machine import Drive, MachineSpec, Share
+from sandboxd.vm.machine import Drive, MachineSpec, Rate, Share
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "qemu"
 
@@ -44,6 +44,10 @@ TOOLS = Tools(
     groups=None,
 )
 NET_SPEC = replace(SPEC, tap_fd=16, mac="06:00:ac:10:00:02")
+RATES = (Rate(bytes_per_s=20 << 20), Rate(ops_per_s=500), Rate(20 << 20, 500))
+LIMITED_SPEC = replace(
+    SPEC, drives=tuple(replace(disk, rate=rate) for disk, rate in zip(SPEC.drives, RATES, strict=True))
+)
 USER_SPEC = replace(SPEC, uid=None)
 USER_TOOLS = replace(TOOLS, jail=replace(TOOLS.jail, setpriv=None))
 KVM_TOOLS = replace(TOOLS, accelerator=Accelerator.KVM)
@@ -75,6 +79,7 @@ def share_jail(*, read_only: bool) -> Jail:
         ("qemu-tcg", commands.argv(SPEC, Accelerator.TCG, FDS)),
         ("qemu-kvm", commands.argv(SPEC, Accelerator.KVM, FDS)),
         ("qemu-tcg-network", commands.argv(NET_SPEC, Accelerator.TCG, FDS)),
+        ("qemu-tcg-limits", commands.argv(LIMITED_SPEC, Accelerator.TCG, FDS)),
         ("qemu-tcg-share", commands.argv(SPEC, Accelerator.TCG, replace(FDS, share=24))),
         ("virtiofsd", virtiofs.arguments(23)),
         ("jail-virtiofsd", jail.argv(share_jail(read_only=False), 31, 32, ["-f"])),
@@ -151,6 +156,12 @@ def test_a_mark_is_made_of_plain_names_alone(name: str) -> None:
 def test_a_spec_out_of_range_is_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(SPEC, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rate", [(0, None), (None, 0), (-1, 5)])
+def test_a_drive_that_may_do_nothing_is_refused(rate: tuple[int | None, int | None]) -> None:
+    with pytest.raises(ValueError, match="may do nothing"):
+        Rate(*rate)
 
 
 def test_a_uid_of_its_own_needs_setpriv() -> None:

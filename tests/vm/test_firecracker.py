@@ -29,7 +29,7 @@ from sandboxd.vm.firecracker import (
 )
 from sandboxd.vm.firecracker_calls import State, fault, find
 from sandboxd.vm.firecracker_versions import Version
-from sandboxd.vm.machine import Drive, MachineSpec, Share
+from sandboxd.vm.machine import Drive, MachineSpec, Rate, Share
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "firecracker"
 
@@ -50,16 +50,22 @@ SPEC = MachineSpec(
     uid=900001,
 )
 NET_SPEC = replace(SPEC, tap_fd=16, mac="06:00:ac:10:00:02")
+RATES = (Rate(), Rate(bytes_per_s=20 << 20), Rate(20 << 20, 500), Rate(ops_per_s=500))
+LIMITED_SPEC = replace(
+    SPEC, drives=tuple(replace(disk, rate=rate) for disk, rate in zip(SPEC.drives, RATES, strict=True))
+)
 X86 = Arch.X86_64
 SEQUENCES: dict[str, tuple[Version, Sequence[Request]]] = {
     "boot": (NEW, requests(SPEC, NEW, X86, None)),
     "boot-with-network": (NEW, requests(NET_SPEC, NEW, X86, "tap0")),
     "boot-with-serial": (OLD, requests(SPEC, OLD, X86, None, serial=True)),
+    "boot-with-limits": (NEW, requests(LIMITED_SPEC, NEW, X86, None)),
     "boot-on-arm64": (NEW, requests(SPEC, NEW, Arch.ARM64, None)),
     "boot-on-arm64-with-serial": (NEW, requests(SPEC, NEW, Arch.ARM64, None, serial=True)),
     "snapshot": (NEW, snapshot_requests(1024)),
     "load": (NEW, load_requests(NET_SPEC, NEW, "tap0", replaced=(2, 3))),
     "load-in-1.15": (LAST, load_requests(NET_SPEC, LAST, "tap0")),
+    "load-with-limits": (NEW, load_requests(LIMITED_SPEC, NEW, None, replaced=(0, 2))),
     "load-without-network": (NEW, load_requests(SPEC, NEW, None)),
 }
 
@@ -159,6 +165,17 @@ def test_a_drive_is_as_writable_as_it_is_said_to_be() -> None:
     assert [body["is_read_only"] for body in bodies] == [disk.read_only for disk in SPEC.drives]
     assert [body.get("cache_type") for body in bodies] == [None, None, "Writeback", None]
     assert not any(body["is_root_device"] for body in bodies)
+
+
+def test_a_drive_is_limited_in_the_rate_that_it_has_and_a_restored_one_in_that_alone() -> None:
+    limiters = [
+        [(request.body or {}).get("rate_limiter") for request in SEQUENCES[name][1] if "drives" in request.path]
+        for name in ("boot-with-limits", "load-with-limits")
+    ]
+    none = {"size": 0, "refill_time": 1000}
+    much, many = {"size": 20 << 20, "refill_time": 1000}, {"size": 500, "refill_time": 1000}
+    expected = [None, *({"bandwidth": bytes, "ops": ops} for bytes, ops in ((much, none), (much, many), (none, many)))]
+    assert limiters == [expected, expected]
 
 
 def test_a_machine_runs_last_of_all() -> None:
