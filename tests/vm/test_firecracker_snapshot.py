@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -23,7 +25,7 @@ from guestd import protocol
 from sandboxd.assets import prepare, store
 from sandboxd.errors import BootFailed, SandboxError, SetupError
 from sandboxd.guest import Guest, GuestRefused
-from sandboxd.vm import cgroups, firecracker, firecracker_machine, jail, jailer, processes
+from sandboxd.vm import cgroups, firecracker, firecracker_machine, jail, jailer, processes, saved_files
 from sandboxd.vm.arch import Arch
 from sandboxd.vm.firecracker_machine import FirecrackerMachine, Tools
 from sandboxd.vm.firecracker_versions import parse
@@ -286,6 +288,25 @@ def test_a_machine_that_is_ended_while_it_is_saved_leaves_no_snapshot(place: Pat
 
     anyio.run(main)
     assert os.listdir(place) == ["own"]
+
+
+def test_files_are_taken_out_once_nobody_can_write_to_them(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vmm = cheating(place, honest)
+    take_out = saved_files.take_out
+    with subprocess.Popen(["sleep", "60"]) as writer:
+        vmm.machine._pidfds.append(os.pidfd_open(writer.pid))
+        ended = []
+
+        def looked(*arguments: Any) -> None:
+            ended.append(writer.poll())
+            take_out(*arguments)
+
+        monkeypatch.setattr(saved_files, "take_out", looked)
+        try:
+            save(place, vmm)
+        finally:
+            writer.kill()
+    assert ended == [-signal.SIGKILL]
 
 
 # Restoring: with the stand-ins.

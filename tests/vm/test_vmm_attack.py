@@ -319,6 +319,7 @@ def test_it_sees_its_own_files_alone(attacked: Attacked) -> None:
         assert {path for path in writable if path.count("/") > 1} <= {
             f"/vm/{name}" for name in ("drive1", "log", "metrics", "api.sock")
         } | {"/dev/kvm"}
+        assert ("/dev/kvm" in sees) == Path("/dev/kvm").exists()
     else:
         known = ("/lib/", "/lib64/", "/firmware/", "/modules/", "/sandboxd/")
         assert all(path.startswith(known) or path in ("/setpriv", "/kernel", "/initramfs") for path in sees)
