@@ -415,7 +415,7 @@ async def write_time(guest: Guest, blocks: str) -> float:
 
 def test_two_from_one_snapshot_differ_in_all_that_must(saved: Saved, place: Path, tools: Tools) -> None:
     # The second's disk is another one, larger, and with a limit of its own.
-    specs = [copy(saved, place, number, rate) for number, rate in enumerate((UNLIMITED, Rate(ops_per_s=100)))]
+    specs = [copy(saved, place, number, rate) for number, rate in enumerate((UNLIMITED, Rate(ops_per_s=50)))]
     (specs[1].directory / "scratch").unlink()
     make = ["mke2fs", "-q", "-t", "ext4", str(specs[1].directory / "scratch"), "96M"]
     subprocess.run(make, check=True, timeout=60)
@@ -434,11 +434,11 @@ def test_two_from_one_snapshot_differ_in_all_that_must(saved: Saved, place: Path
             earliest = time.time()
             seen[number] = (await shell(guest, LOOK)).split()
             assert earliest - 0.5 < float(seen[number][3]) < time.time() + 0.5
-            # QEMU, which is behind the stand-in, lets a tenth of a second's worth through at once.
+            # What Firecracker lets through at once is a second's worth; the QEMU behind the stand-in, less.
             if number:
-                assert await write_time(guest, "bs=4k count=150") > 1.2, "the limit that it has now"
+                assert await write_time(guest, "bs=4k count=100") > 0.9, "the limit that it has now"
             else:
-                assert await write_time(guest, "bs=1M count=8") > 0.7, "the limit that it was saved with"
+                assert await write_time(guest, "bs=1M count=16") > 0.9, "the limit that it was saved with"
                 await shell(guest, "echo before >/workspace/note; sleep 1000 &")
                 await firecracker_machine.snapshot(machine, spec, place / "kept")
                 machine = await firecracker_machine.restore(spec, tools, place / "kept")
