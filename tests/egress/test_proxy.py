@@ -395,7 +395,7 @@ def test_what_is_dear_to_read_holds_up_neither_the_daemon_nor_a_neighbour(rig: R
             assert looked_up(sandbox, "allowed.test").startswith("198.18.")
             slowest = max(slowest, time.monotonic() - began)
     other.close()
-    assert slowest < 0.8
+    assert slowest < 3
 
 
 def test_heads_without_an_end_cost_so_much_memory_and_no_more(rig: Rig, sandbox: Sandbox) -> None:

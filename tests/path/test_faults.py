@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +18,17 @@ import pytest
 
 from sandboxd.client import Create, Sandbox
 from sandboxd.errors import ApiError, Internal
-from tests.conftest import counts
+from tests.conftest import SOAK, counts
 from tests.daemon import ROOT, Daemon, assets_dir
 from tests.faults import BOUND_S, Work
 
 pytestmark = pytest.mark.vm
 
+# `sandboxd` with less patience with a guest that does not answer; `make soak` waits for as long as the product.
+IMPATIENT = (
+    sys.executable, "-c",
+    "from sandboxd import __main__, heartbeat; heartbeat.QUIET_S = heartbeat.ATTEMPT_S = 5.0; __main__.main()",
+)  # fmt: skip
 HERE = Path(__file__).resolve().parent
 BUILD = ROOT / "build"
 KILL_GUESTD = "cp /bin/sleep /tmp/kill-guestd; exec /tmp/kill-guestd 5"
@@ -43,7 +49,8 @@ def own(short_tmp: Path) -> Iterator[Daemon]:
     for entry in assets_dir().iterdir():
         if entry.is_dir() and entry.name != "wanted" and not entry.name.startswith("."):
             (assets / entry.name).symlink_to(entry)
-    with Daemon(place, flags=("--build-dir", str(build)), assets=assets) as daemon:
+    command = {} if SOAK else {"command": IMPATIENT}
+    with Daemon(place, flags=("--build-dir", str(build)), assets=assets, **command) as daemon:
         yield daemon
     assert daemon.leftovers() == []
     assert "Traceback" not in daemon.log.read_text(errors="replace"), daemon.log.read_text(errors="replace")

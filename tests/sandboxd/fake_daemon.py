@@ -5,9 +5,9 @@
 Started as a process of its own, so that it can be killed. Files in STATE-DIR/../knobs steer it: `boot_s` delays a
 machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with; with `no_end`
 machines say that they did not end; `speaks` is the protocol version the daemon is to have, `patience` its seconds of
-`heartbeat`; `events` what the stand-in network tells, `report` what it answers, `no_open` and `no_update` let it fail;
-`limits` (JSON) are other ones than the product's; `no_bind` says why no directory can be shared,
-`allowed` what is known against the VMM.
+`heartbeat`, `measured_s` those between two looks at what sandboxes use; `events` what the stand-in network tells,
+`report` what it answers, `no_open` and `no_update` let it fail; `limits` (JSON) are other ones than the product's;
+`no_bind` says why no directory can be shared, `allowed` what is known against the VMM.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from egress.network import EgressError, GuestNetwork, Link
 from egress.policy import Policy
 from guestd import protocol
 from sandboxd import __main__ as daemon
-from sandboxd import heartbeat, policy
+from sandboxd import heartbeat, policy, supervision
 from sandboxd.__main__ import run
 from sandboxd.assembly import Parts
 from sandboxd.assets.prepare import Assets, Progress, Report
@@ -351,6 +351,8 @@ def main() -> None:
     speak(state.parent / "knobs" / "speaks")
     if (knob := state.parent / "knobs" / "patience").exists():
         vars(heartbeat).update(json.loads(knob.read_text()))
+    if (knob := state.parent / "knobs" / "measured_s").exists():
+        vars(supervision)["INTERVAL_S"] = int(knob.read_text())
     logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(levelname)s %(message)s")
     flags = [flag for flag in sys.argv[3:] if flag != "--network"]
     if "--network" not in sys.argv:

@@ -373,7 +373,7 @@ def test_killed_under_a_stream_of_short_processes(place: Path, seed: random.Rand
         for thread in threads:
             thread.start()
         try:
-            for _ in range(counts(10, 100)):
+            for _ in range(counts(4, 100)):
                 time.sleep(seed.uniform(0.1, 0.6))
                 rig.kill()
                 rig.start()

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -560,7 +561,15 @@ def test_a_state_directory_that_takes_no_more_ends_nothing(own: Rig) -> None:
     resource.prlimit(pid, kind, (hard, hard))
     until("what nobody was told of is ended", lambda: own.run("b", "pgrep", "-f", "sleep 4242").exit_code == 1)
     until("it can be written again", lambda: own.call("PATCH", f"{S}/b", {"name": "z"}).status == 200)
-    time.sleep(1.5)
+
+    def told() -> bool:
+        """What was owed to the file is in it: each end that there was meanwhile."""
+        with contextlib.closing(sqlite3.connect(f"file:{own.state}/state.sqlite?mode=ro", uri=True)) as file:
+            ended = file.execute("SELECT count(*) FROM sandbox WHERE state = 'terminated'").fetchone()
+            exits = [json.loads(record)["exit_code"] for (record,) in file.execute("SELECT record FROM process")]
+        return ended == (1,) and exits != [] and None not in exits
+
+    until("what was owed is written", told)
     own.kill()
     own.start()
     found = {one["name"]: one["state"] for one in own.call("GET", f"{S}").json["sandboxes"]}
