@@ -74,14 +74,6 @@ def unsupported(spec: MachineSpec) -> str | None:
     return None
 
 
-def kernel_fault(head: bytes, arch: Arch) -> str | None:
-    """What is wrong with a kernel, by its first 64 bytes: Firecracker boots no compressed one."""
-    if arch is Arch.X86_64:
-        return None if head.startswith(b"\x7fELF") else "it is no ELF file; on x86_64 that is vmlinux, not bzImage"
-    # Documentation/arch/arm64/booting.rst
-    return None if head[56:60] == b"ARM\x64" else "it is no arm64 Image; a compressed one (Image.gz) is unpacked first"
-
-
 def boot_args(arch: Arch, serial: bool) -> str:
     """The kernel's command line. A guest that panics or reboots ends its VMM. Without `serial` the kernel leaves the
     serial port alone, each byte of which costs an exit from the guest. On x86_64, no time is spent on looking for
@@ -137,6 +129,10 @@ def requests(
     return tuple(found)
 
 
+def resume_request() -> Request:
+    return Request("PATCH", "/vm", {"state": "Resumed"})
+
+
 def snapshot_requests(memory_mb: int) -> tuple[Request, ...]:
     """The calls that save a machine. It stays paused: in some versions one that is resumed in place is out of reach
     (`firecracker_versions.resumes`), so whoever goes on with it restores it."""
@@ -181,7 +177,7 @@ def load_requests(
         *_observed(),
         Request("PUT", "/snapshot/load", load, START_S),
         *changes,
-        Request("PATCH", "/vm", {"state": "Resumed"}),
+        resume_request(),
     )
 
 

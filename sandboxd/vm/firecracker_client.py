@@ -8,16 +8,20 @@ what it says is made fit for a line, and the socket is looked for in the jail's 
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import anyio
 import h11
 from anyio.abc import UNIXSocketStream
 
 from sandboxd import termsafe, unixpath
-from sandboxd.vm.firecracker import Names, Request
+from sandboxd.vm import firecracker_versions
+from sandboxd.vm.firecracker import CALL_S, Names, Request
 from sandboxd.vm.firecracker_calls import State
+from sandboxd.vm.firecracker_versions import Version
 
 ANSWER_BYTES = 64 << 10
 HEADER_BYTES = 16 << 10
@@ -38,6 +42,14 @@ class CallFailed(Exception):
 
 class CallRefused(CallFailed):
     """The VMM answered that it will not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What a VMM says of itself."""
+
+    state: State
+    version: Version
 
 
 class Exchange:
@@ -135,7 +147,7 @@ class Client:
             await self.send(request)
 
     async def send(self, request: Request) -> object:
-        """What the answer says. Raises CallFailed."""
+        """What the answer says. Raises CallFailed; OSError where it is this process that lacks a descriptor."""
         exchange = Exchange(request)
         try:
             with anyio.fail_after(request.deadline_s):
@@ -145,16 +157,21 @@ class Client:
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             raise CallFailed(request.step, "the connection broke") from None
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
             raise CallFailed(request.step, f"no connection: {error.strerror or 'not possible'}") from None
         return exchange.result()
 
-    async def state(self) -> State:
-        """What the machine does, as its VMM says. Raises CallFailed."""
-        value = await self.send(Request("GET", "/"))
-        try:
-            return State(value["state"] if isinstance(value, dict) else None)
-        except (KeyError, ValueError):
-            raise CallFailed("GET /", "the answer names no state") from None
+    async def info(self, deadline_s: float = CALL_S) -> Info:
+        """Of the VMM, which may lie. Raises as `send` does."""
+        value = await self.send(Request("GET", "/", deadline_s=deadline_s))
+        match value:
+            case {"state": state, "vmm_version": str(version)}:
+                try:
+                    return Info(State(state), firecracker_versions.read(version))
+                except ValueError:
+                    pass
+        raise CallFailed("GET /", "the answer names no state and version")
 
     async def _exchange(self, exchange: Exchange) -> None:
         stream = await UNIXSocketStream.from_socket(unixpath.connect_now(Names.API_SOCKET, self._root_fd))

@@ -2,9 +2,9 @@
 
 In: a `MachineSpec`. Out: a `FirecrackerMachine`, or BootFailed with the step and nothing left behind. As root the VMM
 is started by its jailer, in a control group that says which process it is; an ordinary user's runs in bubblewrap's
-jail, with its own filters of system calls on. It outlives whoever started it. Everything it says, and every name in
-the directory that is its root, is hostile from the moment the guest runs: its sockets are looked for in the open
-directory, no link is followed, and its pipes are held open since before it ran.
+jail, with its own filters of system calls on. It outlives whoever started it. Everything it says is hostile from the
+moment the guest runs, and so is every name in an ordinary user's jail, whose directory it may write to: its sockets are
+looked for in the open directory, no link is followed, and its pipes are held open since before it ran.
 """
 
 from __future__ import annotations
@@ -23,11 +23,24 @@ import anyio.to_thread
 
 from sandboxd import trees
 from sandboxd.errors import BootFailed, SandboxError
-from sandboxd.vm import cgroups, child, drives, firecracker, jail, jailer, processes, saved_files, seccomp, watch
+from sandboxd.vm import (
+    cgroups,
+    child,
+    drives,
+    firecracker,
+    firecracker_versions,
+    jail,
+    jailer,
+    processes,
+    saved_files,
+    seccomp,
+    watch,
+)
 from sandboxd.vm.arch import Arch
 from sandboxd.vm.cgroups import Group, Hierarchy
 from sandboxd.vm.child import Child, ChildError
 from sandboxd.vm.firecracker import Names, Request
+from sandboxd.vm.firecracker_calls import State
 from sandboxd.vm.firecracker_client import CallFailed, Client
 from sandboxd.vm.firecracker_versions import Version
 from sandboxd.vm.jail import Jail, Limits
@@ -36,6 +49,7 @@ from sandboxd.vm.processes import Process, Record
 
 VMM = "Firecracker"
 START_S = 20.0
+ADOPT_S = 10.0  # a VMM whose daemon was killed may be busy with writing memory
 CONSOLE_BYTES = 64 * 1024
 OVERHEAD_BYTES = 256 << 20  # beside the guest's memory; Firecracker's own is a few MiB, the rest is the drives' pages
 FILES = 2048  # one for a connection over vsock, of which it takes 1023; the jailer's own default
@@ -63,13 +77,13 @@ class FirecrackerMachine:
     """A running machine. Made by `start`, `restore` and `adopt`, which hand over what they hold in `held`."""
 
     def __init__(
-        self, id: str, directory: Path, process: Process, pidfds: Sequence[int], started: Child | None,
-        group: Group | None, root: Path, held: ExitStack,
+        self, id: str, version: Version, directory: Path, process: Process, pidfds: Sequence[int],
+        started: Child | None, group: Group | None, root: Path, held: ExitStack,
     ) -> None:  # fmt: skip
         self.spec_id = id
         self.programs = (Program(process.pid, process.start_ticks),)
         self.vsock_path = root / Names.VSOCK
-        self._directory, self._root = directory, root
+        self._version, self._directory, self._root = version, directory, root
         self._pidfds, self._child, self._group = list(pidfds), started, group
         self._held = held
         self._console = bytearray()
@@ -82,6 +96,10 @@ class FirecrackerMachine:
             self._console += self._child.errors()
             del self._console[:-CONSOLE_BYTES]
         return bytes(self._console[-limit_bytes:])
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
 
     async def wait_exit(self) -> None:
         if self._ending.locked() or self._ended:
@@ -96,20 +114,36 @@ class FirecrackerMachine:
                 if not self._ended:
                     await self._end()
 
-    async def save(self, spec: MachineSpec, kept: Path) -> None:
-        """As `snapshot`, but what failed is raised as it is, and leaves machine and files where they are."""
-        root = _open_directory(self._root)
+    async def save(self, spec: MachineSpec, directory: Path) -> None:
+        """As `snapshot`, but what failed is raised as it is."""
+        root, new = _open_directory(self._root), self._directory / saved_files.UNFINISHED
         try:
+            await anyio.to_thread.run_sync(saved_files.prepare, root, new, directory, spec.uid, spec.memory_mb)
             client = Client(root)
-            for call in firecracker.snapshot_requests(spec.memory_mb):
-                await client.send(call)
+            try:
+                for call in firecracker.snapshot_requests(spec.memory_mb):
+                    await client.send(call)
+            except BaseException:
+                with anyio.CancelScope(shield=True):
+                    await self._go_on(client)
+                raise
             with anyio.CancelScope(shield=True):
                 async with self._ending:
                     if self._ended:
                         raise SandboxError("it was ended meanwhile")
-                    await self._end(partial(saved_files.take_out, root, kept, spec.uid, spec.memory_mb))
+                    await self._end(partial(saved_files.take_out, root, new, directory, spec.uid, spec.memory_mb))
         finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(saved_files.discard, root, new)
             os.close(root)
+
+    async def _go_on(self, client: Client) -> None:
+        """Of one that is paused: where its guest can be reached afterwards it runs again, else it is ended."""
+        if firecracker_versions.resumes(self._version):
+            with suppress(CallFailed, OSError):
+                await client.send(firecracker.resume_request())
+                return
+        await self.terminate()
 
     async def _end(self, take_out: Callable[[], None] = lambda: None) -> None:
         """What is wanted of its files is taken out in between: no process of it is left, its jail still is."""
@@ -140,30 +174,18 @@ async def start(spec: MachineSpec, tools: Tools) -> FirecrackerMachine:
 
 
 async def snapshot(machine: FirecrackerMachine, spec: MachineSpec, directory: Path) -> None:
-    """Saves what the machine has in memory to `directory`, which is made, and ends it: a VMM that goes on could go on
-    writing to what it has saved, and in some versions nobody reaches a guest that is resumed in place. Whoever wants
-    it to go on restores it. To what is saved belong its drives, as they are when this returns: those are the caller's
-    to keep. Raises SandboxError: with the machine untouched where there is no room for what is saved, else with no
-    machine and no directory left."""
-    new = directory.with_name(f"{directory.name}.new")  # what has its name is whole
+    """Saves what the machine has in memory to `directory`, which is made, on the file system of the machine's own, and
+    ends it: a VMM that goes on could go on writing to what it has saved, and in some versions nobody reaches a guest
+    that is resumed in place. Whoever wants it to go on restores it. To what is saved belong its drives, as they are
+    when this returns: those are the caller's to keep. Raises SandboxError, with no directory left. The machine then
+    runs on where there is no room for what is saved, and where its VMM fails to save it, but resumes it and is of a
+    version whose guests are within reach afterwards; else it has ended. The error says which."""
     try:
-        await anyio.to_thread.run_sync(saved_files.make_room, new, directory, spec.memory_mb)
-    except (SandboxError, OSError) as fault:
-        raise _unsaved(spec, fault) from fault
-    try:
-        await machine.save(spec, new)
-        new.rename(directory)
+        await machine.save(spec, directory)
     except (CallFailed, SandboxError, OSError) as fault:
-        raise _unsaved(spec, fault) from fault
-    finally:
-        with anyio.CancelScope(shield=True):
-            await machine.terminate()
-            await anyio.to_thread.run_sync(trees.remove, new)
-
-
-def _unsaved(spec: MachineSpec, fault: Exception) -> SandboxError:
-    why = jailer.reason(fault) if isinstance(fault, OSError) else fault
-    return SandboxError(f"{spec.id} could not be saved: {why}")
+        why = jailer.reason(fault) if isinstance(fault, OSError) else fault
+        then = "it has ended" if machine.ended else "it runs on"
+        raise SandboxError(f"{spec.id} could not be saved: {why}; {then}") from fault
 
 
 async def restore(
@@ -180,10 +202,11 @@ async def restore(
 
 
 async def adopt(directory: Path, id: str, tools: Tools) -> FirecrackerMachine | None:
-    """The machine an earlier run of the daemon left in `directory`; None unless its VMM still runs. What is left of one
-    that cannot be adopted is ended, as far as its record tells; `sweep` finds the rest. Its drives are no longer
-    locked: that they are this machine's alone, records say. Raises OSError where that cannot be seen, with the machine
-    left alone."""
+    """The machine an earlier run of the daemon left in `directory`; None unless its VMM still runs, and says that its
+    guest does. One whose guest was left paused is resumed where that leaves it within reach. What is left of one that
+    cannot be adopted is ended, as far as its record tells; `sweep` finds the rest. Its drives are no longer locked:
+    that they are this machine's alone, records say. Raises OSError where it cannot be seen, with the machine left
+    alone."""
     record = processes.read_record(directory)
     if record is None:
         return None
@@ -194,7 +217,11 @@ async def adopt(directory: Path, id: str, tools: Tools) -> FirecrackerMachine | 
     try:
         if record.id == id and vmm is not None and _is_its(vmm, record, group):
             root = _found_root(directory, id, tools)
-            return FirecrackerMachine(id, directory, vmm, pidfds, None, group, root, ExitStack())
+            try:
+                version = await _running(root, directory, id, tools)
+                return FirecrackerMachine(id, version, directory, vmm, pidfds, None, group, root, ExitStack())
+            except (CallFailed, SandboxError) as fault:
+                log.error("%s: its VMM is not taken back, and is ended: %s", id, fault)
     except OSError:
         for pidfd in pidfds:
             os.close(pidfd)
@@ -203,6 +230,31 @@ async def adopt(directory: Path, id: str, tools: Tools) -> FirecrackerMachine | 
         processes.remove_record(directory)
     await anyio.to_thread.run_sync(_clean, directory)
     return None
+
+
+async def _running(jailed: Path, directory: Path, id: str, tools: Tools) -> Version:
+    """Sees to it that the guest runs whose VMM has the root `jailed`. Returns the VMM's version. Raises CallFailed,
+    SandboxError; OSError where that is no fault of the VMM's."""
+    with ExitStack() as stack:
+        try:
+            root = _open_directory(jailed)
+            stack.callback(os.close, root)
+            if tools.groups is not None:
+                # It may have been left before that was done.
+                jailer.take_back(root)
+        except (FileNotFoundError, NotADirectoryError) as fault:
+            raise SandboxError("its jail is not as it was made") from fault
+        client = Client(root)
+        info = await client.info(ADOPT_S)
+        if info.version != tools.version and (known := firecracker_versions.against(info.version)):
+            log.warning("%s goes on under Firecracker %s, until it is ended: %s", id, info.version, known)
+        if info.state is State.PAUSED and firecracker_versions.resumes(info.version):
+            await client.send(firecracker.resume_request())
+            log.warning("%s: its guest was paused, and goes on", id)
+        elif info.state is not State.RUNNING:
+            raise SandboxError(f"its guest does not run ({info.state.value})")
+        await anyio.to_thread.run_sync(saved_files.discard, root, directory / saved_files.UNFINISHED)
+    return info.version
 
 
 def sweep(sandboxes_dir: Path, known_ids: Collection[str], tools: Tools) -> set[str]:
@@ -294,6 +346,10 @@ class _Starting:
             self._step = f"waiting for {VMM}'s API"
             await self._unless_ended(client.listening)
         for call in calls:
+            if call is calls[-1] and self._group is not None:
+                # Its sockets are there, and its guest does not run yet.
+                self._step = "taking back its jail"
+                jailer.take_back(root)
             self._step = call.step
             await self._unless_ended(partial(client.send, call))
         if self._saved:
@@ -303,8 +359,9 @@ class _Starting:
         self._given.close()
         held, self._held = self._held, ExitStack()
         return FirecrackerMachine(
-            spec.id, spec.directory, process, self._pidfds, self._child, self._group, self._root, held
-        )
+            spec.id, self._tools.version, spec.directory, process, self._pidfds, self._child, self._group,
+            self._root, held,
+        )  # fmt: skip
 
     def _files(self, brief: ExitStack) -> list[tuple[int, str, bool]]:
         """(open file, name in the jail, read-only). The drives stay open, and locked, as long as the machine."""
@@ -502,8 +559,9 @@ def _end(pidfds: Sequence[int], group: Group | None) -> bool:
 
 
 def _clean(directory: Path) -> None:
-    """Removes the jail, following nothing in it. The drives have other names elsewhere."""
+    """Removes the jail, following nothing in it, and an unfinished snapshot. The drives have other names elsewhere."""
     trees.remove(directory / jailer.DIRECTORY)
+    trees.remove(directory / saved_files.UNFINISHED)
 
 
 def _open_directory(path: Path) -> int:

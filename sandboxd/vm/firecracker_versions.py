@@ -70,8 +70,6 @@ class Feature(Enum):
     """https://github.com/firecracker-microvm/firecracker/blob/main/CHANGELOG.md: `PUT /entropy`"""
     NETWORK_OVERRIDES = (1, 12, 0)
     """https://github.com/firecracker-microvm/firecracker/pull/4731: another tap when a snapshot is loaded"""
-    SERIAL = (1, 14, 0)
-    """https://github.com/firecracker-microvm/firecracker/pull/5350: `PUT /serial`"""
     VSOCK_OVERRIDE = (1, 16, 0)
     """https://github.com/firecracker-microvm/firecracker/pull/5323: another socket when a snapshot is loaded"""
 

@@ -7,14 +7,17 @@ The jailer (docs/jailer.md of Firecracker) then makes the devices, a root of tha
 processes, and gives up all power. Around it stands bubblewrap, for what the jailer leaves as it finds it: the
 namespaces of IPC, of the host name and, without `netns`, of the network, no-new-privs, and a filter of system calls.
 
-The VMM owns the root's directory, and can put anything in the place of any name in it. Nothing there is opened again by
-name but its sockets, and these as `unixpath.named` does it: the directories above are root's alone.
+The VMM owns the root's directory and those in it until it has made its sockets there. `take_back` then makes them
+root's, before a guest runs: a VMM that was broken into fills no disk with files, and puts nothing in the place of a
+name. All the same nothing there is opened by name but its sockets, and these as `unixpath.named` does it: it may have
+been broken into by a snapshot that it loaded.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +27,8 @@ from sandboxd.vm import jail
 from sandboxd.vm.jail import Limits
 
 DIRECTORY = "jail"
+FOLDERS = (".", "dev", "dev/net", "run")
+"""The jailer makes these the VMM's own (FOLDER_HIERARCHY in env.rs of its source); each after the one it is in."""
 FIRECRACKER = "firecracker"
 
 
@@ -109,13 +114,32 @@ def fill(cell: Cell, files: Sequence[tuple[int, str, bool]]) -> None:
             os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=root, follow_symlinks=True)
 
 
+def take_back(root: int) -> None:
+    """The directories of the jail that is open as `root` become root's; the VMM reads them by its group. May be done
+    again. Raises OSError."""
+    for folder in FOLDERS:
+        # The one it is in is root's by now, so nobody puts a link there any more; one that is there fails.
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
+        try:
+            os.fchown(fd, 0, -1)
+            os.fchmod(fd, 0o750)
+        finally:
+            os.close(fd)
+
+
 def unfit(state_dir: Path, assets_dir: Path) -> str:
-    """Why no jail can be made in the state directory; empty where one can."""
-    if os.stat(state_dir).st_dev != os.stat(assets_dir).st_dev:
-        return (
-            f"with Firecracker the images ({assets_dir}) and the state directory ({state_dir}) must be on one file "
-            "system: put --assets-dir and --state-dir on the same one"
-        )
+    """Why no jail can be made in the state directory; empty where one can. Raises OSError. Blocking."""
+    # Tried, since two mounts of one file system have one number, and no link leads from one to the other.
+    with tempfile.NamedTemporaryFile(dir=assets_dir) as file, tempfile.TemporaryDirectory(dir=state_dir) as place:
+        try:
+            os.link(file.name, Path(place, "link"))
+        except OSError as fault:
+            if fault.errno != errno.EXDEV:
+                raise
+            return (
+                f"with Firecracker the images ({assets_dir}) and the state directory ({state_dir}) must be on one file "
+                "system, mounted once: put --assets-dir and --state-dir on the same one"
+            )
     flags = os.statvfs(state_dir).f_flag
     for bit, option, holds in ((os.ST_NODEV, "nodev", "device files"), (os.ST_NOEXEC, "noexec", "a program")):
         if flags & bit:

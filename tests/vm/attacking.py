@@ -112,7 +112,7 @@ async def run(backend: str, directory: Path, program: Path, launcher: Path, inst
             root_fd = os.open(machine.vsock_path.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 result.reached["api"] = "refused"
-                await Client(root_fd).state()
+                await Client(root_fd).info()
                 result.reached["api"] = "connected"
             except CallFailed:
                 pass

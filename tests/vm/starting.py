@@ -1,15 +1,17 @@
 """Starts machines in a process of its own, so that tests can kill the starter, or be another user.
 
-`python -m tests.vm.starting DIRECTORY IDS INSTANCE hold|ping|restore [STANDIN]`: says "go" before it starts the
+`python -m tests.vm.starting DIRECTORY IDS INSTANCE hold|ping|restore|die-N [STANDIN]`: says "go" before it starts the
 machines and "started" after, and meanwhile has a lock on DIRECTORY/lock; `hold` then waits to be killed, `ping` asks
-guestd of each and ends it, `restore` saves and restores it in between, and asks again. With STANDIN, the directory of
-the stand-ins, it is the Firecracker backend that starts them.
+guestd of each and ends it, `restore` saves and restores it in between, and asks again, `die-N` saves it and is killed
+at the Nth call for that, which it does not make. With STANDIN, the directory of the stand-ins, it is the Firecracker
+backend that starts them.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from sandboxd import unixpath
 from sandboxd.vm import cgroups, firecracker_machine, jail, jailer, qemu
 from sandboxd.vm.arch import Arch
 from sandboxd.vm.commands import Tools, find_tools
-from sandboxd.vm.firecracker_versions import parse
+from sandboxd.vm.firecracker_versions import read
 from sandboxd.vm.machine import Drive, Machine, MachineSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,8 +42,8 @@ def firecracker_tools(instance: str, standin: Path) -> firecracker_machine.Tools
         found = replace(found, bwrap=standin / "bwrap")
     program = standin / "firecracker"
     return firecracker_machine.Tools(
-        jailer.Tools(program, standin / "jailer", found), jail.program(program), parse("Firecracker v1.16.1"),
-        Arch.X86_64, instance, 4096, cgroups.find() if root else None,
+        jailer.Tools(program, standin / "jailer", found), jail.program(program),
+        read((standin / "version").read_text()), Arch.X86_64, instance, 4096, cgroups.find() if root else None,
     )  # fmt: skip
 
 
@@ -100,6 +102,20 @@ async def ping(machine: Machine) -> bytes:
     return answer
 
 
+def _die_at_call(number: int) -> None:
+    """There is one connection for each call."""
+    left = number
+
+    def hook(event: str, _: object) -> None:
+        nonlocal left
+        if event == "socket.connect":
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
 async def main(directory: Path, ids: str, instance: str, what: str, *standin: str) -> None:
     lock = os.open(directory / "lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_SH)
@@ -115,10 +131,12 @@ async def main(directory: Path, ids: str, instance: str, what: str, *standin: st
     print("started", flush=True)
     if what == "hold":
         await anyio.sleep_forever()
+    if what.startswith("die-"):
+        _die_at_call(int(what.removeprefix("die-")))
     for machine in machines:
         if what in ("ping", "restore"):
             print((await ping(machine)).decode().strip(), flush=True)
-        if what == "restore":
+        if what == "restore" or what.startswith("die-"):
             assert isinstance(machine, firecracker_machine.FirecrackerMachine)
             await firecracker_machine.snapshot(machine, described, directory / "kept")
             machine = await firecracker_machine.restore(described, found, directory / "kept")

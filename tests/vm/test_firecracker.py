@@ -21,7 +21,6 @@ from sandboxd.vm.firecracker import (
     Request,
     boot_args,
     drive,
-    kernel_fault,
     load_requests,
     requests,
     snapshot_requests,
@@ -231,23 +230,3 @@ def test_an_interface_without_a_tap_and_a_tap_without_an_interface_are_refused(
 def test_a_drive_that_is_not_there_cannot_be_replaced(index: int) -> None:
     with pytest.raises(ValueError, match="none of the machine's"):
         load_requests(SPEC, NEW, None, replaced=(index,))
-
-
-ARM_IMAGE = bytes(56) + b"ARM\x64" + bytes(4)
-
-
-@pytest.mark.parametrize(
-    ("head", "arch", "good"),
-    [
-        (b"\x7fELF" + bytes(60), Arch.X86_64, True),
-        (b"MZ" + bytes(62), Arch.X86_64, False),
-        (ARM_IMAGE, Arch.X86_64, False),
-        (b"", Arch.X86_64, False),
-        (ARM_IMAGE, Arch.ARM64, True),
-        (b"\x1f\x8b" + bytes(62), Arch.ARM64, False),
-        (b"\x7fELF" + bytes(60), Arch.ARM64, False),
-        (b"", Arch.ARM64, False),
-    ],
-)
-def test_a_kernel_of_another_format_is_told_by_its_first_bytes(head: bytes, arch: Arch, good: bool) -> None:
-    assert (kernel_fault(head, arch) is None) == good

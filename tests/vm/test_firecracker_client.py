@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from sandboxd import unixpath
 from sandboxd.vm.firecracker import Names, Request
 from sandboxd.vm.firecracker_calls import State
-from sandboxd.vm.firecracker_client import ANSWER_BYTES, CallFailed, CallRefused, Client, Exchange
+from sandboxd.vm.firecracker_client import ANSWER_BYTES, CallFailed, CallRefused, Client, Exchange, Info
+from sandboxd.vm.firecracker_versions import read
 
 # As Firecracker's own server writes them.
 NO_CONTENT = b"HTTP/1.1 204 \r\nServer: Firecracker API\r\nConnection: keep-alive\r\n\r\n"
@@ -123,7 +124,7 @@ async def test_a_get_has_no_body_and_its_answer_is_read(root: int) -> None:
 
     async with serving(root, speak) as client:
         assert await client.send(GET) == INFO
-        assert await client.state() is State.RUNNING
+        assert await client.info() == Info(State.RUNNING, read("1.16.1"))
 
 
 @pytest.mark.anyio
@@ -300,11 +301,14 @@ async def test_a_socket_that_comes_late_is_waited_for(root: int) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("value", [{}, {"state": "Halted"}, {"state": 1}, {"state": None}, {"state": ["Running"]}])
-async def test_a_state_that_is_none_is_a_failure(root: int, value: object) -> None:
+@pytest.mark.parametrize(
+    "change", [{"state": "Halted"}, {"state": 1}, {"state": None}, {"state": ["Running"]}, {"vmm_version": "new"}, None]
+)
+async def test_a_state_and_a_version_that_are_none_are_a_failure(root: int, change: dict[str, object] | None) -> None:
+    value = {} if change is None else INFO | change
     async with serving(root, saying(answer(200, value))) as client:
-        with pytest.raises(CallFailed, match=r"^GET /: the answer names no state$"):
-            await client.state()
+        with pytest.raises(CallFailed, match=r"^GET /: the answer names no state and version$"):
+            await client.info()
 
 
 @pytest.mark.anyio

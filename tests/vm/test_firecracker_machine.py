@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
@@ -27,6 +28,9 @@ from sandboxd.assets import prepare, store
 from sandboxd.errors import BootFailed, SetupError
 from sandboxd.vm import cgroups, firecracker, firecracker_machine, jail, processes
 from sandboxd.vm.arch import Arch
+from sandboxd.vm.firecracker import Request
+from sandboxd.vm.firecracker_calls import State
+from sandboxd.vm.firecracker_client import Client
 from sandboxd.vm.firecracker_machine import FirecrackerMachine, Tools
 from sandboxd.vm.firecracker_versions import parse
 from sandboxd.vm.machine import Drive, MachineSpec
@@ -159,13 +163,29 @@ def bootable(top: Path) -> Path:
 
 
 @pytest.fixture
-def network() -> Iterator[plan.Plan]:
+def networks() -> Iterator[list[plan.Plan]]:
+    """Two that are not made yet."""
     if not Path("/dev/net/tun").exists():
         pytest.skip("no /dev/net/tun, to make a tap")
-    made = plan.of(f"{os.getpid():012x}", f"sbx_{os.getpid():016x}")
+    made = [plan.of(f"{os.getpid():012x}", f"sbx_{number}{os.getpid():015x}") for number in range(2)]
     yield made
-    link.delete(made)
-    assert not Path(plan.NAMESPACES, made.namespace).exists()
+    for network in made:
+        link.delete(network)
+        assert not Path(plan.NAMESPACES, network.namespace).exists()
+
+
+def with_tap(spec: MachineSpec, network: plan.Plan) -> MachineSpec:
+    """Its tap is made here."""
+    tap = link.make(network)
+
+    def leave(uid: int) -> None:
+        link.give(tap, uid)
+        os.close(tap)
+
+    return replace(
+        spec, tap_fd=tap, mac=network.guest_mac, tap_name=network.interface,
+        netns=Path(plan.NAMESPACES, network.namespace), leave_tap=leave,
+    )  # fmt: skip
 
 
 def starter(directory: Path, ids: str, what: str, standin: Standin, *prefix: str) -> subprocess.Popen[str]:
@@ -187,6 +207,16 @@ def is_ended(pid: int) -> bool:
         return True
 
 
+@pytest.fixture
+def tun(top: Path) -> Iterator[Path]:
+    """/dev/net/tun, for everybody."""
+    node = top / "tun"
+    os.mknod(node, stat.S_IFCHR | 0o666, os.makedev(10, 200))
+    node.chmod(0o666)
+    yield node
+    node.unlink()
+
+
 def opens_tap(network: plan.Plan, node: Path, uid: int) -> int:
     """What `uid` hears, in the namespace of the tap, when it opens that by its name: an errno."""
     code = (
@@ -202,22 +232,10 @@ def opens_tap(network: plan.Plan, node: Path, uid: int) -> int:
 
 
 def test_it_boots_with_its_tap_is_found_again_and_leaves_nothing(
-    bootable: Path, tools: Tools, standin: Standin, network: plan.Plan
+    bootable: Path, tools: Tools, standin: Standin, tun: Path, networks: list[plan.Plan]
 ) -> None:
     """One boot for all that needs a guest."""
-    tap = link.make(network)
-    node = bootable / "tun"
-    os.mknod(node, stat.S_IFCHR | 0o666, os.makedev(10, 200))
-    node.chmod(0o666)
-
-    def leave(uid: int) -> None:
-        link.give(tap, uid)
-        os.close(tap)
-
-    spec = starting.spec(
-        bootable, "box_2", uid=FIRST_UID, console=True, tap_fd=tap, mac=network.guest_mac, tap_name=network.interface,
-        netns=Path(plan.NAMESPACES, network.namespace), leave_tap=leave,
-    )  # fmt: skip
+    spec = with_tap(starting.spec(bootable, "box_2", uid=FIRST_UID, console=True), networks[0])
 
     async def main() -> None:
         machine = await firecracker_machine.start(spec, tools)
@@ -226,7 +244,7 @@ def test_it_boots_with_its_tap_is_found_again_and_leaves_nothing(
             console = await machine.console_tail()
             assert b"guest-init" in console
             assert await machine.console_tail() == console, "what was read once is not lost"
-            confined(machine)
+            confined(machine, networks[0])
             with anyio.move_on_after(0.1) as waiting:
                 await machine.wait_exit()
             assert waiting.cancelled_caught
@@ -247,7 +265,7 @@ def test_it_boots_with_its_tap_is_found_again_and_leaves_nothing(
         await machine.terminate()
         assert await firecracker_machine.adopt(spec.directory, spec.id, tools) is None
 
-    def confined(machine: FirecrackerMachine) -> None:
+    def confined(machine: FirecrackerMachine, network: plan.Plan) -> None:
         pid = machine.programs[0].pid
         assert tools.groups is not None
         assert tools.groups.group(INSTANCE, "box_2").pids() == {pid}
@@ -264,13 +282,109 @@ def test_it_boots_with_its_tap_is_found_again_and_leaves_nothing(
         info = (root / "drive2").stat()
         assert (info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode)) == (0, 0, 0o600), "the VMM has it open"
         assert os.path.samefile(root / "drive2", spec.drives[2].path), "no copy"
-        assert opens_tap(network, node, FIRST_UID) == errno.EBUSY, "it is the VMM's"
-        assert opens_tap(network, node, FIRST_UID + 1) == errno.EPERM
+        for folder in (root, root / "dev", root / "dev" / "net", root / "run"):
+            info = folder.stat()
+            assert (info.st_uid, stat.S_IMODE(info.st_mode)) == (0, 0o750), folder
+        assert opens_tap(network, tun, FIRST_UID) == errno.EBUSY, "it is the VMM's"
+        assert opens_tap(network, tun, FIRST_UID + 1) == errno.EPERM
 
     anyio.run(main)
     assert os.listdir(spec.directory) == ["scratch"]
     info = spec.drives[2].path.stat()
     assert (info.st_uid, info.st_nlink, stat.S_IMODE(info.st_mode)) == (0, 1, 0o600)
+    assert not until_none(standin)
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"), [("/network-interfaces/eth0", "hang"), ("/vsock", "garbage"), ("/actions", "hang")]
+)
+def test_a_fault_with_a_tap_leaves_nobody_that_has_it(
+    spec: MachineSpec, tools: Tools, standin: Standin, tun: Path, networks: list[plan.Plan], path: str, fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(firecracker.Request.__init__, "__defaults__", (None, 1.0))
+    monkeypatch.setattr(firecracker, "START_S", 1.0)
+    standin.fail({"do": fault, "path": path})
+    try:
+        assert path in failed(with_tap(spec, networks[0]), tools)
+    finally:
+        standin.fail()
+    assert opens_tap(networks[0], tun, FIRST_UID) == 0
+    assert tools.groups is not None
+    assert tools.groups.ids(INSTANCE) == set()
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (None, r"its guest does not run \(Not started\)"),
+        ("hang", r"GET /: no answer in 1 s"),
+        ("garbage", "GET /: the answer is not HTTP"),
+        ("refuse", "GET /: refused"),
+    ],
+)
+def test_a_vmm_that_does_not_say_that_its_guest_runs_is_not_taken_back(
+    spec: MachineSpec, tools: Tools, standin: Standin, fault: str | None, why: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(firecracker_machine, "ADOPT_S", 1.0)
+    boot = firecracker.requests
+    monkeypatch.setattr(firecracker, "requests", lambda *asked: (*boot(*asked)[:-1], Request("GET", "/version")))
+
+    async def main() -> None:
+        machine = await firecracker_machine.start(spec, tools)
+        if fault is not None:
+            standin.fail({"do": fault, "path": "/"})
+        try:
+            assert await firecracker_machine.adopt(spec.directory, spec.id, tools) is None
+            with anyio.fail_after(1):
+                await machine.wait_exit()
+        finally:
+            standin.fail()
+            await machine.terminate()
+
+    anyio.run(main)
+    assert re.search(f"box_1: its VMM is not taken back, and is ended: {why}", caplog.text)
+    assert tools.groups is not None
+    assert tools.groups.ids(INSTANCE) == set()
+
+
+@pytest.mark.parametrize(
+    ("call", "version", "taken"),
+    [
+        pytest.param(1, "1.16.1", True, id="before the pause"),
+        pytest.param(2, "1.15.1", True, id="paused, and within reach when it is resumed"),
+        pytest.param(2, "1.16.1", False, id="paused for good"),
+    ],
+)
+def test_a_machine_whose_daemon_was_killed_while_it_saved_it_runs_or_is_ended(
+    bootable: Path, tools: Tools, standin: Standin, call: int, version: str, taken: bool
+) -> None:
+    standin.be(version)
+    with starter(bootable, "saved_1", f"die-{call}", standin) as process:
+        assert (says(process), says(process), process.wait(20)) == ("go", "started", -signal.SIGKILL)
+    own = bootable / "saved_1"
+    assert (own / "snapshot.new").exists()
+    assert tools.groups is not None
+    (pid,) = tools.groups.group(INSTANCE, "saved_1").pids()
+
+    async def main() -> None:
+        machine = await firecracker_machine.adopt(own, "saved_1", tools)
+        assert (machine is not None) == taken
+        if machine is not None:
+            root = os.open(machine.vsock_path.parent, os.O_PATH)
+            assert (await Client(root).info()).state is State.RUNNING
+            assert not {"memory", "snapshot"} & set(os.listdir(machine.vsock_path.parent))
+            os.close(root)
+            assert sorted(os.listdir(own)) == ["jail", "scratch", "vm.json"]
+            await machine.terminate()
+
+    try:
+        anyio.run(main)
+    finally:
+        standin.be(str(VERSION))
+    assert is_ended(pid)
+    assert os.listdir(own) == ["scratch"]
     assert not until_none(standin)
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,7 @@ from sandboxd.guest import Guest, GuestRefused
 from sandboxd.vm import cgroups, firecracker, firecracker_machine, jail, jailer, processes, saved_files
 from sandboxd.vm.arch import Arch
 from sandboxd.vm.firecracker_machine import FirecrackerMachine, Tools
-from sandboxd.vm.firecracker_versions import parse
+from sandboxd.vm.firecracker_versions import Version, parse, read
 from sandboxd.vm.machine import UNLIMITED, Drive, MachineSpec, Rate
 from sandboxd.vm.processes import Process, Record
 from sandboxd.vm.saved_files import STATE_BYTES
@@ -64,7 +65,6 @@ def place(top: Path) -> Iterator[Path]:
     (path / "own").mkdir(mode=0o700)
     yield path
     assert os.listdir(path / "own") == []
-    assert not (path / "kept.new").exists()
     shutil.rmtree(path)
 
 
@@ -74,15 +74,18 @@ def place(top: Path) -> Iterator[Path]:
 class Vmm:
     """Answers yes to every call, and does `saves` when it is told to save. It says so once `answering` is set."""
 
-    def __init__(self, directory: Path, uid: int | None, saves: Callable[[Path], None]) -> None:
+    def __init__(
+        self, directory: Path, uid: int | None, saves: Callable[[Path], None], version: Version = VERSION
+    ) -> None:
         self.root = directory / "jail"
         self.root.mkdir()
         self.uid, self._saves = uid, saves
         self.faults: dict[str, str] = {}
+        self.asked: list[str] = []
         self.answering = anyio.Event()
         process = Process("Firecracker", os.getpid(), 0)
         processes.write_record(directory, Record("box_1", jail.marker(INSTANCE, "box_1"), (process,)))
-        self.machine = FirecrackerMachine("box_1", directory, process, [], None, None, self.root, ExitStack())
+        self.machine = FirecrackerMachine("box_1", version, directory, process, [], None, None, self.root, ExitStack())
 
     def write(self, name: str, size: int) -> None:
         with (self.root / name).open("wb") as file:
@@ -99,6 +102,7 @@ class Vmm:
         async with stream:
             asked = (await stream.receive()).decode()
             step = " ".join(asked.split(" ", 2)[:2])
+            self.asked.append(f"{step} {asked.rpartition('state')[2]}" if step == "PATCH /vm" else step)
             fault = self.faults.get(step, "")
             if fault == "hang":
                 await anyio.sleep_forever()
@@ -132,8 +136,8 @@ def honest(vmm: Vmm) -> None:
     vmm.write("snapshot", 1000)
 
 
-def cheating(place: Path, then: Callable[[Vmm], None]) -> Vmm:
-    vmm = Vmm(place / "own", FIRST_UID, lambda _: then(vmm))
+def cheating(place: Path, then: Callable[[Vmm], None], version: Version = VERSION) -> Vmm:
+    vmm = Vmm(place / "own", FIRST_UID, lambda _: then(vmm), version)
     return vmm
 
 
@@ -234,9 +238,74 @@ def test_a_fault_at_any_call_of_saving_ends_the_machine_and_names_the_call(
     monkeypatch.setattr(firecracker, "WRITTEN_MB_S", 10**6)
     vmm = cheating(place, honest)
     vmm.faults[step] = fault
-    with pytest.raises(SandboxError, match=f"^box_1 could not be saved: {step}: "):
+    with pytest.raises(SandboxError, match=f"^box_1 could not be saved: {step}: .*; it has ended$"):
         save(place, vmm)
     assert os.listdir(place) == ["own"]
+
+
+@pytest.mark.parametrize("fault", ["HTTP/1.1 400 \r\nContent-Length: 0\r\n\r\n", "\xff\xfe", "close"])
+def test_a_machine_that_was_not_saved_runs_on_where_its_guest_stays_within_reach(place: Path, fault: str) -> None:
+    vmm = cheating(place, honest, read("1.15.1"))
+    vmm.faults["PUT /snapshot/create"] = fault
+    with pytest.raises(SandboxError, match=r"^box_1 could not be saved: PUT /snapshot/create: .*; it runs on$"):
+        save(place, vmm)
+    assert vmm.asked == ['PATCH /vm ": "Paused"}', "PUT /snapshot/create", 'PATCH /vm ": "Resumed"}']
+    assert processes.read_record(place / "own") is not None
+    assert sorted(os.listdir(place / "own")) == ["jail", "vm.json"]
+    assert os.listdir(vmm.root) == ["api.sock"]
+    # A later try finds nothing of this one in its way.
+    vmm.faults.clear()
+    save(place, vmm)
+    assert sorted(os.listdir(place / "kept")) == ["memory", "snapshot"]
+
+
+def test_a_machine_that_its_vmm_does_not_resume_is_ended(place: Path) -> None:
+    vmm = cheating(place, honest, read("1.15.1"))
+    vmm.faults |= dict.fromkeys(("PATCH /vm", "PUT /snapshot/create"), "close")
+    with pytest.raises(SandboxError, match=r"could not be saved: PATCH /vm: .*; it has ended$"):
+        save(place, vmm)
+
+
+def test_a_save_that_is_given_up_lets_the_machine_run_on(place: Path) -> None:
+    vmm = cheating(place, honest, read("1.15.1"))
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            await group.start(vmm.serve)
+            with anyio.move_on_after(0.1) as scope:
+                await firecracker_machine.snapshot(vmm.machine, described(place), place / "kept")
+            assert scope.cancelled_caught
+            assert not vmm.machine.ended
+            await vmm.machine.terminate()
+            group.cancel_scope.cancel()
+
+    anyio.run(main)
+    assert vmm.asked[-1] == 'PATCH /vm ": "Resumed"}'
+    assert os.listdir(place) == ["own"]
+
+
+@pytest.mark.parametrize("moves", range(3))
+def test_a_daemon_killed_while_it_takes_the_files_out_leaves_nothing(place: Path, tools: Tools, moves: int) -> None:
+    vmm = cheating(place, honest)
+    renames = 0
+
+    def die(event: str, _: object) -> None:
+        nonlocal renames
+        if event == "os.rename":
+            renames += 1
+            if renames > moves:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    daemon = os.fork()
+    if daemon == 0:
+        try:
+            sys.addaudithook(die)
+            save(place, vmm)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(daemon, 0)[1]) == -signal.SIGKILL
+    assert (place / "own" / "snapshot.new").exists() and not (place / "kept").exists()
+    assert anyio.run(firecracker_machine.adopt, place / "own", "box_1", tools) is None
 
 
 def not_begun(place: Path, memory_mb: int, why: str) -> None:
@@ -244,7 +313,7 @@ def not_begun(place: Path, memory_mb: int, why: str) -> None:
     vmm = cheating(place, honest)
 
     async def main() -> None:
-        with pytest.raises(SandboxError, match=f"^box_1 could not be saved: {why}"):
+        with pytest.raises(SandboxError, match=f"^box_1 could not be saved: {why}.*; it runs on$"):
             await firecracker_machine.snapshot(
                 vmm.machine, replace(described(place), memory_mb=memory_mb), place / "kept"
             )

@@ -90,7 +90,6 @@ def test_what_came_with_a_version_is_what_the_table_of_calls_says() -> None:
     }
     assert {feature: feature.value for feature in Feature} == {
         Feature.ENTROPY: since["/entropy", ""],
-        Feature.SERIAL: since["/serial", ""],
         Feature.NETWORK_OVERRIDES: since["/snapshot/load", "network_overrides"],
         Feature.VSOCK_OVERRIDE: since["/snapshot/load", "vsock_override"],
     }

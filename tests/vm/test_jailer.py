@@ -109,6 +109,59 @@ def test_where_a_jail_could_hold_no_device_or_program(tmp_path: Path, option: st
     assert said == "\n" if "," in option else f"is mounted {option}, and a jail" in said
 
 
+@pytest.mark.parametrize("twice", [False, True])
+def test_images_in_a_mount_of_their_own_are_found_out(tmp_path: Path, twice: bool) -> None:
+    """Of the same file system: the device's number is the same."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    for name in ("state", "assets"):
+        (tmp_path / name).mkdir()
+    asks = (
+        "import sys; from sandboxd.vm import jailer; "
+        "print(jailer.unfit(jailer.Path(sys.argv[1], 'state'), jailer.Path(sys.argv[1], 'assets')))"
+    )
+    mounting = 'mount --bind "$1/assets" "$1/assets" && ' if twice else ""
+    said = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mounting + 'exec "$2" -c "$3" "$1"', "sh", tmp_path, sys.executable, asks],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert ("must be on one file system, mounted once" in said) == twice
+    assert (said == "\n") != twice
+    assert [os.listdir(tmp_path / name) for name in ("state", "assets")] == [[], []]
+
+
+def test_a_jail_is_taken_back_with_the_directories_in_it(cell: Cell) -> None:
+    jailer.fill(cell, [])
+    for name in ("dev", "dev/net", "run"):
+        (cell.root / name).mkdir(mode=0o700)
+    folders = [cell.root, *(cell.root / name for name in ("dev", "dev/net", "run"))]
+    for folder in folders:
+        os.chown(folder, UID, UID)
+    root = os.open(cell.root, os.O_PATH)
+    for _ in range(2):
+        jailer.take_back(root)
+        assert {(at.st_uid, at.st_gid, at.st_mode & 0o7777) for at in map(os.stat, folders)} == {(0, UID, 0o750)}
+    os.close(root)
+
+
+@pytest.mark.parametrize("name", ["dev", "dev/net", "run"])
+def test_a_link_in_the_place_of_a_directory_is_not_taken_back(tmp_path: Path, cell: Cell, name: str) -> None:
+    jailer.fill(cell, [])
+    (tmp_path / "victim" / "net").mkdir(parents=True)
+    for at in (tmp_path / "victim", tmp_path / "victim" / "net"):
+        os.chown(at, UID, UID)
+    for folder in ("dev", "dev/net", "run"):
+        if folder == name:
+            (cell.root / folder).symlink_to(tmp_path / "victim")
+        elif not folder.startswith(f"{name}/"):
+            (cell.root / folder).mkdir()
+    root = os.open(cell.root, os.O_PATH)
+    with pytest.raises(OSError, match="Not a directory"):
+        jailer.take_back(root)
+    os.close(root)
+    assert (tmp_path / "victim").stat().st_uid == (tmp_path / "victim" / "net").stat().st_uid == UID
+
+
 FILTERED = """
 import ctypes, fcntl, os, sys
 filter = sys.stdin.buffer.read()
