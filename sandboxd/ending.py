@@ -57,7 +57,7 @@ class Ending:
                     await quiesce(live.machine, live.record)
                 try:
                     await live.machine.terminate()
-                except SandboxError as fault:
+                except (SandboxError, OSError) as fault:
                     # Its network and its files go all the same; what is left of it the next start ends.
                     log.error("%s", fault)
                 if keep_disk:

@@ -50,7 +50,10 @@ class Uids:
             part.mkdir(mode=0o700 if part == locks else 0o755, exist_ok=True)
 
     def claim(self) -> Claim:
-        taken = running_uids()
+        try:
+            taken = running_uids()
+        except OSError as fault:
+            raise Unavailable(f"which uids are in use cannot be seen: {fault.strerror}") from None
         for uid in range(self._base, self._base + COUNT):
             if uid not in taken and (claim := self._lock(uid)) is not None:
                 return claim
@@ -93,10 +96,14 @@ def overlapping(subuid: str, base: int, count: int) -> str | None:
 
 
 def running_uids() -> set[int]:
-    """Real and effective uids of every process (proc(5): the `Uid:` line of status)."""
+    """Real and effective uids of every process (proc(5): the `Uid:` line of status). Raises OSError where one cannot be
+    looked at: its uid is in use all the same."""
     found: set[int] = set()
     for pid in _pids():
-        status = _read(f"/proc/{pid}/status")
+        try:
+            status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
         line = next((line for line in status.splitlines() if line.startswith("Uid:")), "")
         found.update(int(uid) for uid in line.split()[1:3])
     return found

@@ -4,8 +4,8 @@
 
 Started as a process of its own, so that it can be killed. Files in STATE-DIR/../knobs steer it: `boot_s` delays a
 machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with; with `no_end`
-machines say that they did not end; `speaks` is the protocol version the daemon is to have, `patience` its seconds of
-`heartbeat`, `measured_s` those between two looks at what sandboxes use; `events` what the stand-in network tells,
+machines say that they did not end (0), or that the kernel said no (its errno); `speaks` is the protocol version the
+daemon is to have, `patience` its seconds of `heartbeat`, `measured_s` those between two looks at what sandboxes use; `events` what the stand-in network tells,
 `report` what it answers, `no_open` and `no_update` let it fail; `limits` (JSON) are other ones than the product's;
 `no_bind` says why no directory can be shared, `allowed` what is known against the VMM.
 """
@@ -81,6 +81,8 @@ class FakeMachine:
             end(self._pid, pidfd)
             os.close(pidfd)
             if self._no_end.exists():
+                if number := int(self._no_end.read_text()):
+                    raise OSError(number, os.strerror(number))
                 raise SandboxError(f"{self.spec_id}: a process did not end")
 
 

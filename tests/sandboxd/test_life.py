@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -135,7 +136,7 @@ def test_a_machine_that_ends_by_itself_is_shown_terminated_and_its_disk_is_kept(
 
 
 def test_a_machine_that_is_not_seen_to_end_loses_its_network_and_its_disk_is_kept(other: Rig) -> None:
-    other.knob("no_end", "1")
+    other.knob("no_end", "0")
     fallen = other.create()
     (pid,) = machines(other)
     os.kill(int(pid), signal.SIGKILL)
@@ -145,6 +146,9 @@ def test_a_machine_that_is_not_seen_to_end_loses_its_network_and_its_disk_is_kep
     for sandbox in (fallen, asked):
         assert other.call("DELETE", f"{S}/{sandbox}").status == 204
         assert f"{sandbox}: a process did not end" in other.log.read_text()
+    other.knob("no_end", str(errno.EMFILE))
+    assert other.call("DELETE", f"{S}/{other.create()}").status == 204
+    assert "Too many open files" in other.log.read_text()
     assert leftovers(other) == list((other.state / "disks").iterdir()) == []
 
 

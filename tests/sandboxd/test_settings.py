@@ -13,7 +13,7 @@ import pytest
 from docopt import docopt
 
 from sandboxd import __main__ as program
-from sandboxd import prometheus
+from sandboxd import prometheus, uids
 from sandboxd.address import TcpAddress, UnixAddress
 from sandboxd.errors import SetupError, Unavailable
 from sandboxd.lifecycle import MOVES, IllegalMove, State, move
@@ -22,6 +22,7 @@ from sandboxd.places import lock
 from sandboxd.settings import NodeSettings, default_socket, default_state_dir, read
 from sandboxd.uids import Uids, network_uids, overlapping
 from tests.daemon import assets_dir
+from tests.descriptors import few_left
 from tests.sandboxd.rig import ROOT
 
 
@@ -232,6 +233,13 @@ def test_uids_are_claimed_once_and_given_back(tmp_path: Path) -> None:
     with pytest.raises(SetupError):
         Uids(0, tmp_path / "l", "")
     assert issubclass(Unavailable, Exception)
+
+
+def test_a_uid_is_not_free_because_nobody_can_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claims = Uids(900_000, tmp_path / "l", "")
+    monkeypatch.setattr(uids, "_pids", lambda: [str(os.getpid())])
+    with few_left(0), pytest.raises(Unavailable, match="which uids are in use cannot be seen: Too many open files"):
+        claims.claim()
 
 
 def test_nobody_else_can_write_above_the_locks_of_uids(tmp_path: Path) -> None:
