@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from sandboxd.vm.firecracker_versions import Version, parse
+from tests.daemon import assets_dir
 from tests.firecracker_standin.standin import SHIM, Standin
 
 FIRECRACKER, JAILER = "SANDBOX_TEST_FIRECRACKER", "SANDBOX_TEST_JAILER"
@@ -64,6 +66,13 @@ def version(standin: Standin) -> Version:
     """Of what is used, whichever it is."""
     said = subprocess.run([standin.firecracker, "--version"], capture_output=True, text=True, timeout=30, check=True)
     return parse(said.stdout)
+
+
+def place() -> Path:
+    """Where machines are made of the images themselves: a jail holds further names of them, and these have to be on one
+    file system."""
+    beside = assets_dir().parent
+    return beside if os.access(beside, os.W_OK) else Path(tempfile.gettempdir())
 
 
 @contextmanager

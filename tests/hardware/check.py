@@ -25,6 +25,7 @@ import io
 import json
 import os
 import platform
+import select
 import shutil
 import statistics
 import subprocess
@@ -47,7 +48,7 @@ from sandboxd.backends import Asked
 from sandboxd.client import Create
 from sandboxd.errors import SandboxError
 from sandboxd.places import Places
-from sandboxd.vm import firecracker, firecracker_machine, processes
+from sandboxd.vm import firecracker, firecracker_machine, jailer, processes
 from tests.conformance import live
 from tests.daemon import BIN, ROOT, Daemon, assets_dir
 from tests.firecracker_standin import real
@@ -59,6 +60,7 @@ WEAKNESSES = Path("/sys/devices/system/cpu/vulnerabilities")
 BOOT_S = 60.0
 SUITE_S = 3600.0
 MEMORY_MB = 512
+PLACE = "a place for jails"
 QEMU = "the same kernel under QEMU"
 FIRST_LINE = b"guest-init: start"
 # Tests that elsewhere use the stand-ins.
@@ -90,9 +92,9 @@ def main(arguments: Sequence[str], probe: Callable[[], KvmAnswer] = kvm_probe) -
         print(f"check-kvm: KVM is {answer.state.value}: {answer.reason}; nothing was run", file=sys.stderr)
         return 1
     paths = {name: given[f"--{name}"] or "" for name in ("firecracker", "jailer", "allow-firecracker")}
-    (named, jailer, allowed), nowhere = paths.values(), Path("/nonexistent")
+    (named, launcher, allowed), nowhere = paths.values(), Path("/nonexistent")
     try:
-        tools = backends.find_firecracker(Asked("firecracker", named, jailer, allowed, nowhere, nowhere, "check"))
+        tools = backends.find_firecracker(Asked("firecracker", named, launcher, allowed, nowhere, nowhere, "check"))
     except SandboxError as fault:
         print(f"check-kvm: {fault}; nothing was run", file=sys.stderr)
         return 1
@@ -103,15 +105,16 @@ def main(arguments: Sequence[str], probe: Callable[[], KvmAnswer] = kvm_probe) -
     flags = ["--backend", "firecracker"]
     for option, value in paths.items():
         flags += [f"--{option}", value] if value else []
-    # The images are on this file system, and jails hold further names of them.
-    beside = assets_dir().parent if os.access(assets_dir().parent, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="kvm-", dir=beside) as directory:
+    # First: whatever becomes of the rest, the report begins with them.
+    facts = _facts(tools)
+    with tempfile.TemporaryDirectory(prefix="kvm-", dir=real.place()) as directory:
         Path(directory).chmod(0o755)
         here = Here(tools, tuple(flags), Path(directory), int(given["--rounds"]))
-        results = [Result("KVM", Outcome.PASS, answer.reason, answer.elapsed_s), *_attempt(QEMU, partial(_qemu, here))]
+        results = [Result("KVM", Outcome.PASS, answer.reason, answer.elapsed_s)]
+        results += [*_attempt(PLACE, partial(_place, here)), *_attempt(QEMU, partial(_qemu, here))]
         for part in wanted:
             results += _attempt(part, partial(PARTS[part], here))
-        print(report.text(_facts(tools), results), end="")
+        print(report.text(facts, results), end="")
     return 0 if report.good(results) else 1
 
 
@@ -123,6 +126,12 @@ def _attempt(name: str, act: Callable[[], list[Result]]) -> list[Result]:
         return act()
     except Exception as fault:
         return [Result(name, Outcome.FAIL, f"{type(fault).__name__}: {fault}", time.monotonic() - begun)]
+
+
+def _place(here: Here) -> list[Result]:
+    """Where it is none for a jail, all that is Firecracker's fails below, each in words of its own."""
+    why = jailer.unfit(here.directory, assets_dir()) if os.geteuid() == 0 else ""
+    return [Result(PLACE, Outcome.FAIL if why else Outcome.PASS, why or str(here.directory.parent))]
 
 
 def _qemu(here: Here) -> list[Result]:
@@ -150,7 +159,7 @@ def _boot(here: Here) -> list[Result]:
     return [Result("boot", Outcome.PASS, measured, statistics.median(ours))]
 
 
-def _bare(here: Here, kernel: Path, initramfs: Path, runtime: Path) -> float:
+def _bare(here: Here, kernel: Path, initramfs: Path, runtime: Path, timeout_s: float = BOOT_S) -> float:
     """Firecracker by itself, nothing confined, to guest-init's first line; seconds."""
     drive = {"drive_id": "runtime", "path_on_host": str(runtime), "is_root_device": False, "is_read_only": True}
     told = here.directory / "bare.json"
@@ -169,8 +178,10 @@ def _bare(here: Here, kernel: Path, initramfs: Path, runtime: Path) -> float:
         seen = b""
         try:
             while FIRST_LINE not in seen:
-                piece = vmm.stdout.read1(4096)
-                if not piece or time.perf_counter() - begun > BOOT_S:
+                left_s = max(0.0, begun + timeout_s - time.perf_counter())
+                # One that hangs says nothing, and must not hang this too.
+                piece = vmm.stdout.read1(4096) if select.select([vmm.stdout], [], [], left_s)[0] else b""
+                if not piece:
                     raise RuntimeError(f"Firecracker by itself did not boot: {seen[-500:].decode(errors='replace')}")
                 seen += piece
             return time.perf_counter() - begun

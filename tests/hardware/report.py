@@ -119,4 +119,7 @@ def processor(cpuinfo: str) -> str:
 
 def _line(value: str) -> str:
     value = clean(" ".join(value.split()))
-    return value if len(value) <= WHY_CHARACTERS else value[:WHY_CHARACTERS] + " …"
+    if len(value) <= WHY_CHARACTERS:
+        return value
+    # What went wrong stands first where a test says it, and last where a log does.
+    return f"{value[: WHY_CHARACTERS // 3]} … {value[-WHY_CHARACTERS * 2 // 3 :]}"

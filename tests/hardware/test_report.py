@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,34 @@ def test_a_part_that_goes_wrong_does_not_cost_the_report() -> None:
 
     (result,) = check._attempt("boot", act)
     assert result.outcome is Outcome.FAIL and "sandboxd did not come up" in result.why
+
+
+def test_a_log_is_cut_where_it_says_least() -> None:
+    said = report.text({}, [Result("boot", Outcome.FAIL, f"came to nothing {'x' * 4000} it ended")])
+    (line,) = [line for line in said.splitlines() if "boot" in line]
+    assert "boot: came to nothing x" in line and line.endswith("x it ended") and len(line) < 650
+
+
+def here(directory: Path) -> check.Here:
+    """With a Firecracker that says which version it is, and nothing after that."""
+    for name, said in (("firecracker", "Firecracker"), ("jailer", "Jailer")):
+        does = f"case $1 in --version) echo {said} v1.16.1;; *) exec sleep 60;; esac"
+        (directory / name).write_text(f"#!/bin/sh\n{does}\n")
+        (directory / name).chmod(0o755)
+    asked = Asked("firecracker", str(directory / "firecracker"), "", "", directory, directory, "check")
+    return check.Here(backends.find_firecracker(asked), (), directory, 1)
+
+
+def test_a_firecracker_that_hangs_does_not_hang_the_check(tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing"
+    with pytest.raises(RuntimeError, match="Firecracker by itself did not boot"):
+        check._bare(here(tmp_path), nothing, nothing, nothing, 0.1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's machines are put into a jail by links")
+def test_a_place_where_no_jail_can_be_made_is_a_result_of_its_own(tmp_path: Path) -> None:
+    (bad,) = check._place(replace(here(tmp_path), directory=Path("/proc")))
+    assert bad.outcome is Outcome.FAIL and "must be on one file system" in bad.why
 
 
 @pytest.mark.soak

@@ -51,7 +51,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the jailer needs root
 
 @pytest.fixture(scope="module")
 def top() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="fss-", dir="/var/tmp"))
+    path = Path(tempfile.mkdtemp(prefix="fss-", dir=real.place()))
     path.chmod(0o755)
     yield path
     shutil.rmtree(path)
