@@ -67,6 +67,8 @@ def kvm() -> Iterator[Fact]:
     yield "because", answer.reason
     if answer.state is not native.KvmState.OK:
         yield "so", "machines are emulated, several times slower"
+    if answer.state is native.KvmState.NO_ACCESS and os.geteuid() != 0:
+        yield "to change that", "let root run: usermod -aG kvm USER, and log in again"
 
 
 def search(path: str) -> str:
@@ -110,12 +112,12 @@ def without_jailer(path: str, said: str) -> str:
     beside = os.path.join(os.path.dirname(os.path.realpath(path)), "jailer")
     found = beside if os.path.isfile(beside) else shutil.which("jailer", path=firecracker_versions.PLACES)
     if found is None:
-        return "there is no jailer beside it, and root's sandboxd starts it by that alone"
+        return "there is no jailer beside it, and root's sandboxd starts it by that alone: install that of its release"
     its = program_version(found)
     with suppress(ValueError):
         if firecracker_versions.parse(its) == firecracker_versions.parse(said):
             return ""
-    return f"{found} says: {its}; it and Firecracker belong together"
+    return f"{found} says: {its}; it and Firecracker belong together: install both of one release"
 
 
 def program_version(path: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -173,10 +172,12 @@ class Chosen:
                 reason = choice.reason
             others = [one for one in self._all if isinstance(one, Qemu)]
             if not others or asked.backend == "firecracker":
-                raise SetupError(f"--backend firecracker cannot be used: {reason}; qemu runs everywhere")
+                raise SetupError(f"--backend firecracker cannot be used: {reason}; --backend qemu runs everywhere")
             self._now, self._why = others[0], reason
             now = others[0]
         said = await now.settle(assets, uid)
+        if self._why and self._why in said:
+            return f"{said}; not firecracker either"
         return f"{said}; not firecracker: {self._why}" if self._why else said
 
     async def start(self, spec: MachineSpec) -> Machine:
@@ -266,13 +267,16 @@ def is_allowed(asked: Asked, version: Version) -> bool:
 
 
 def _program(name: str, given: str) -> Path:
-    found = given or shutil.which(name, path=firecracker_versions.PLACES)
-    if found is None:
+    places = [Path(place, name) for place in firecracker_versions.PLACES.split(":")]
+    found = [Path(given)] if given else [path for path in places if path.is_file()]
+    if not found:
         raise SetupError(f"{name} is not installed; put it in /usr/local/bin, or name it with --{name}")
-    path = Path(found)
-    if not path.is_file() or not os.access(path, os.X_OK):
-        raise SetupError(f"{path} is no program; name the one you have with --{name}")
-    return path.resolve()
+    if not found[0].is_file():
+        raise SetupError(f"{found[0]} is no program; name the one you have with --{name}")
+    usable = [path for path in found if os.access(path, os.X_OK)]
+    if not usable:
+        raise SetupError(f"{found[0]} may not be run by this user: chmod 755 {found[0]}")
+    return usable[0].resolve()
 
 
 def _version(path: Path) -> Version:
@@ -284,7 +288,7 @@ def _version(path: Path) -> Version:
         return firecracker_versions.parse(said.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as fault:
         why = str(fault) if isinstance(fault, ValueError) else "it cannot be run"
-        raise SetupError(f"{path}: {why}") from None
+        raise SetupError(f"{path}: {why}; docs/firecracker.md says which program is meant, and where it is") from None
 
 
 def _said(ended: set[str]) -> None:

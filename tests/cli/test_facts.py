@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+import native
 from cli import advisories, doctor, facts
 from cli.advisories import ADVISORIES
 from cli.facts import Chain
+from native import KvmAnswer, KvmState
 from sandboxd.client import Capabilities, Network
-from sandboxd.vm import firecracker_versions
+from sandboxd.vm import firecracker_versions, kvm
 from tests.cli.person import Person
 from tests.sandboxd.rig import ROOT
 
@@ -87,7 +89,7 @@ def says(program: Path, version: str) -> None:
     ("jailer", "part"),
     [
         (None, "there is no jailer beside it"),
-        ("Jailer v1.15.1", "jailer says: Jailer v1.15.1; it and Firecracker belong together"),
+        ("Jailer v1.15.1", "says: Jailer v1.15.1; it and Firecracker belong together: install both of one release"),
         ("no version", "it and Firecracker belong together"),
     ],
 )
@@ -103,6 +105,22 @@ def test_a_jailer_that_is_lacking_is_told(
     (tmp_path / "jailer").unlink(missing_ok=True)
     (tmp_path / "firecracker").unlink()
     assert dict(facts.firecracker()) == {"firecracker": f"none in {tmp_path}: QEMU runs machines"}
+
+
+@pytest.mark.parametrize(
+    ("state", "uid", "helps"),
+    [(KvmState.NO_ACCESS, 1000, True), (KvmState.NO_ACCESS, 0, False), (KvmState.ABSENT, 1000, False)],
+)
+def test_what_gives_a_user_the_right_to_kvm_is_told(
+    monkeypatch: pytest.MonkeyPatch, state: KvmState, uid: int, helps: bool
+) -> None:
+    answer = KvmAnswer(state, "the very reason", 0, 0.0)
+    monkeypatch.setattr(native, "kvm_probe", lambda: answer)
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    told = dict(facts.kvm())
+    assert (told["kvm"], told["because"]) == (state.value, "the very reason")
+    assert ("usermod -aG kvm USER" in str(told.get("to change that"))) is helps
+    assert kvm.unusable(answer).endswith("usermod -aG kvm USER, and log in again" if helps else "the very reason")
 
 
 @pytest.mark.parametrize(("program", "said", "bad"), VERSIONS, ids=[row[1] for row in VERSIONS])
