@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import anyio.to_thread
+
 from native import KvmAnswer, KvmState
 from sandboxd.assets.prepare import Assets
 from sandboxd.errors import SetupError
@@ -164,7 +166,7 @@ class Chosen:
         not run."""
         now, asked = self._now, self._asked
         if isinstance(now, Firecracker):
-            reason = jailer.unfit(asked.state_dir, asked.assets_dir) if os.geteuid() == 0 else ""
+            reason = await anyio.to_thread.run_sync(unfit, asked.state_dir, asked.assets_dir)
             if not reason:
                 choice = await kvm.choose(now.trial, assets.kernel, assets.initramfs, asked.state_dir, uid, self._probe)
                 if choice.works:
@@ -289,6 +291,16 @@ def _version(path: Path) -> Version:
     except (OSError, ValueError, subprocess.TimeoutExpired) as fault:
         why = str(fault) if isinstance(fault, ValueError) else "it cannot be run"
         raise SetupError(f"{path}: {why}; docs/firecracker.md says which program is meant, and where it is") from None
+
+
+def unfit(state_dir: Path, assets_dir: Path) -> str:
+    """Why no machine under Firecracker can have its jail in the state directory; empty where one can. Blocking."""
+    if os.geteuid() != 0:
+        return ""
+    try:
+        return jailer.unfit(state_dir, assets_dir)
+    except OSError as fault:
+        return f"whether a jail can be made in {state_dir} of what is in {assets_dir} cannot be tried: {fault}"
 
 
 def _said(ended: set[str]) -> None:

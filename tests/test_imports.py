@@ -369,7 +369,7 @@ TABLE: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     (
         "sandboxd.backends",
         ("sandboxd.vm.*", "sandboxd.errors", "sandboxd.assets.prepare", "native"),
-        (),
+        ("anyio",),
     ),
     (
         "sandboxd.assembly",

@@ -48,7 +48,7 @@ from sandboxd.backends import Asked
 from sandboxd.client import Create
 from sandboxd.errors import SandboxError
 from sandboxd.places import Places
-from sandboxd.vm import firecracker, firecracker_machine, jailer, processes
+from sandboxd.vm import firecracker, firecracker_machine, processes
 from tests.conformance import live
 from tests.daemon import BIN, ROOT, Daemon, assets_dir
 from tests.firecracker_standin import real
@@ -92,9 +92,9 @@ def main(arguments: Sequence[str], probe: Callable[[], KvmAnswer] = kvm_probe) -
         print(f"check-kvm: KVM is {answer.state.value}: {answer.reason}; nothing was run", file=sys.stderr)
         return 1
     paths = {name: given[f"--{name}"] or "" for name in ("firecracker", "jailer", "allow-firecracker")}
-    (named, launcher, allowed), nowhere = paths.values(), Path("/nonexistent")
+    (named, jailer, allowed), nowhere = paths.values(), Path("/nonexistent")
     try:
-        tools = backends.find_firecracker(Asked("firecracker", named, launcher, allowed, nowhere, nowhere, "check"))
+        tools = backends.find_firecracker(Asked("firecracker", named, jailer, allowed, nowhere, nowhere, "check"))
     except SandboxError as fault:
         print(f"check-kvm: {fault}; nothing was run", file=sys.stderr)
         return 1
@@ -130,7 +130,7 @@ def _attempt(name: str, act: Callable[[], list[Result]]) -> list[Result]:
 
 def _place(here: Here) -> list[Result]:
     """Where it is none for a jail, all that is Firecracker's fails below, each in words of its own."""
-    why = jailer.unfit(here.directory, assets_dir()) if os.geteuid() == 0 else ""
+    why = backends.unfit(here.directory, assets_dir())
     return [Result(PLACE, Outcome.FAIL if why else Outcome.PASS, why or str(here.directory.parent))]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from sandboxd import backends, fields
 from sandboxd.assets.prepare import Assets
 from sandboxd.backends import Asked, Chosen
 from sandboxd.errors import BootFailed, SetupError
-from sandboxd.vm import commands, firecracker, firecracker_versions, kvm, machine, processes
+from sandboxd.vm import commands, firecracker, firecracker_versions, jailer, kvm, machine, processes
 from sandboxd.vm.processes import Record
 
 GOOD = "1.16.1"
@@ -107,13 +108,24 @@ def test_a_version_that_was_allowed_is_told_of_only_while_it_starts_machines(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's machines are put into a jail by links")
 @pytest.mark.parametrize("backend", ["auto", "firecracker"])
-def test_images_on_another_file_system(asked: Asked, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    chosen = choose(replace(asked, backend=backend, assets_dir=Path("/proc")))
+@pytest.mark.parametrize(
+    ("fault", "said"), [(None, "must be on one file system"), (OSError(30, "Read-only"), "cannot be tried: .*only")]
+)
+def test_a_state_directory_where_no_jail_can_be_made(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, backend: str, fault: OSError | None, said: str
+) -> None:
+    def tried(*_: object) -> str:
+        if fault is not None:
+            raise fault
+        return "images and state must be on one file system"
+
+    monkeypatch.setattr(jailer, "unfit", tried)
+    chosen = choose(replace(asked, backend=backend))
     if backend == "firecracker":
-        with pytest.raises(SetupError, match=r"--backend firecracker cannot be used: .*on one file system"):
+        with pytest.raises(SetupError, match=f"--backend firecracker cannot be used: .*{said}"):
             settle(chosen, "", monkeypatch)
     else:
-        assert "on one file system" in settle(chosen, "", monkeypatch).partition("; not firecracker: ")[2]
+        assert re.search(f"; not firecracker: .*{said}", settle(chosen, "", monkeypatch))
         assert chosen.name == "qemu"
 
 
