@@ -3,11 +3,12 @@
     python -m tests.sandboxd.fake_daemon STATE-DIR SOCKET [--network] [FLAG OF SANDBOXD...]
 
 Started as a process of its own, so that it can be killed. Files in STATE-DIR/../knobs steer it: `boot_s` delays a
-machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with; with `no_end`
-machines say that they did not end (0), or that the kernel said no (its errno); `speaks` is the protocol version the
-daemon is to have, `patience` its seconds of `heartbeat`, `measured_s` those between two looks at what sandboxes use; `events` what the stand-in network tells,
-`report` what it answers, `no_open` and `no_update` let it fail; `limits` (JSON) are other ones than the product's;
-`no_bind` says why no directory can be shared, `allowed` what is known against the VMM.
+machine, `prepare_s` the images, `hostile` holds the bytes a stand-in guest answers every connection with; with
+`no_end` machines say that they did not end (0), or that the kernel said no (its errno); `speaks` is the protocol
+version the daemon is to have, `patience` its seconds of `heartbeat`, `measured_s` those between two looks at what
+sandboxes use; `events` what the stand-in network tells, `report` what it answers, `no_open` and `no_update` let it
+fail; `limits` (JSON) are other ones than the product's; `no_bind` says why no directory can be shared, `allowed` what
+is known against the VMM, which with `falls_back` is another one in the end; `max_cpus` is what it gives a machine.
 """
 
 from __future__ import annotations
