@@ -244,6 +244,7 @@ def write_record(directory: Path, record: Record) -> None:
         "boot_id": boot_id(),
         "id": record.id,
         "marker": record.marker,
+        "directory": _identity(directory),
         "processes": [{"role": p.role, "pid": p.pid, "start_ticks": p.start_ticks} for p in record.processes],
     }
     temporary = directory / f"{RECORD}.new"
@@ -254,17 +255,21 @@ def write_record(directory: Path, record: Record) -> None:
 
 
 def read_record(directory: Path) -> Record | None:
-    """None for a record that is missing, damaged, of another version or of an earlier boot. Raises OSError where it is
-    there and cannot be read."""
+    """None for a record that is missing, damaged, of another version or of an earlier boot, and for a copy of another
+    directory's: what it names is not this one's to take or to end. Raises OSError where it is there and cannot be
+    read."""
     try:
         with open(directory / RECORD, "rb") as file:
             value = json.loads(file.read(RECORD_LIMIT))
+            own = _identity(directory)
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
     match value:
         case {"version": 1, "boot_id": str(boot), "id": str(id), "marker": str(mark), "processes": [*items]}:
             processes = tuple(p for p in map(_process, items) if p is not None)
-            if boot == boot_id() and len(processes) == len(items) and _is_marker(mark, id):
+            # Records of earlier versions do not say whose they are.
+            ours = value.get("directory", own) == own
+            if boot == boot_id() and len(processes) == len(items) and _is_marker(mark, id) and ours:
                 return Record(id, mark, processes)
     return None
 
@@ -273,6 +278,12 @@ def remove_record(directory: Path) -> None:
     for name in (RECORD, f"{RECORD}.new"):
         with suppress(FileNotFoundError):
             os.unlink(directory / name)
+
+
+def _identity(directory: Path) -> list[int]:
+    """Kept when it is renamed, and no copy has it."""
+    info = os.stat(directory)
+    return [info.st_dev, info.st_ino]
 
 
 def _process(entry: object) -> Process | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -204,6 +205,7 @@ def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
         pytest.param({"marker": "/sandboxd/t1/other"}, id="a mark of another machine"),
         pytest.param({"marker": "/sandboxd/../box"}, id="a mark of no instance"),
         pytest.param({"marker": "box"}, id="no mark"),
+        pytest.param({"directory": 7}, id="a directory of another kind"),
     ],
 )
 def test_a_damaged_record_is_no_record(tmp_path: Path, change: dict[str, object]) -> None:
@@ -226,6 +228,30 @@ def test_a_record_finds_a_program_that_renamed_itself(tmp_path: Path, children: 
     assert processes.end_recorded(tmp_path)
     assert child.wait(5) == -9
     assert not processes.end_recorded(tmp_path)
+
+
+def test_a_copy_of_a_state_directory_has_no_say_over_machines_and_a_renamed_one_has(
+    tmp_path: Path, children: list[subprocess.Popen[bytes]]
+) -> None:
+    child = start(children, MARKED)
+    own, copy, renamed = tmp_path / "own", tmp_path / "copy", tmp_path / "renamed"
+    own.mkdir()
+    processes.write_record(own, Record("box", "/sandboxd/t1/box", (seen(child),)))
+    shutil.copytree(own, copy)
+    assert processes.read_record(copy) is None
+    assert not processes.end_recorded(copy)
+    assert child.poll() is None
+    own.rename(renamed)
+    assert processes.end_recorded(renamed)
+    assert child.wait(5) == -9
+
+
+def test_a_record_of_an_earlier_version_does_not_say_which_directory_it_is_of(tmp_path: Path) -> None:
+    processes.write_record(tmp_path, Record("box", "/sandboxd/t1/box", ()))
+    value = json.loads((tmp_path / "vm.json").read_text())
+    del value["directory"]
+    (tmp_path / "vm.json").write_text(json.dumps(value))
+    assert processes.read_record(tmp_path) is not None
 
 
 def wait_for_exec(children: list[subprocess.Popen[bytes]]) -> None:
