@@ -340,7 +340,9 @@ def test_a_fleet_that_is_killed_leaves_its_tasks_at_work_and_its_record_true(per
     assert (person.top / "x").exists()
 
 
-@pytest.mark.parametrize("after_s", [0.3, 0.8, 1.5, 3.0])
+@pytest.mark.parametrize(
+    "after_s", [0.8, 2.0, *(pytest.param(after_s, marks=pytest.mark.soak) for after_s in (0.3, 0.5, 1.2, 1.5, 3.0))]
+)
 def test_a_fleet_killed_at_any_moment_tells_no_lie(person: Commander, client: Client, after_s: float) -> None:
     person.write(*({"branch": name, "prompt": "echo x > x"} for name in "abc"), max_parallel=2)
     running = person.begin()

@@ -198,6 +198,6 @@ PY"""
     assert ".git" in said, said
     assert git(repository, "for-each-ref", "refs/sandbox") == ""
     git(repository, "fsck", "--strict", "--no-dangling")
-    kept = [sandbox for sandbox in daemon.client.sandboxes() if sandbox.state == "running" and sandbox.name != "shared"]
-    assert len(kept) == 1 and (kept[0].id in said or kept[0].name in said)
-    daemon.client.delete(kept[0].id)
+    kept = daemon.client.get("evil")
+    assert kept.state == "running" and (kept.id in said or "evil" in said)
+    daemon.client.delete(kept.id)
