@@ -246,14 +246,14 @@ async def _running(jailed: Path, directory: Path, id: str, tools: Tools) -> Vers
             raise SandboxError("its jail is not as it was made") from fault
         client = Client(root)
         info = await client.info(ADOPT_S)
-        if info.version != tools.version and (known := firecracker_versions.against(info.version)):
-            log.warning("%s goes on under Firecracker %s, until it is ended: %s", id, info.version, known)
         if info.state is State.PAUSED and firecracker_versions.resumes(info.version):
             await client.send(firecracker.resume_request())
             log.warning("%s: its guest was paused, and goes on", id)
         elif info.state is not State.RUNNING:
             raise SandboxError(f"its guest does not run ({info.state.value})")
         await anyio.to_thread.run_sync(saved_files.discard, root, directory / saved_files.UNFINISHED)
+    if info.version != tools.version and (known := firecracker_versions.against(info.version)):
+        log.warning("%s goes on under Firecracker %s, until it is ended: %s", id, info.version, known)
     return info.version
 
 

@@ -359,14 +359,15 @@ def test_a_vmm_that_does_not_say_that_its_guest_runs_is_not_taken_back(
 @pytest.mark.parametrize(
     ("call", "version", "taken"),
     [
-        pytest.param(1, "1.16.1", True, id="before the pause"),
+        pytest.param(1, "1.16.0", True, id="before the pause, of a version that is refused by now"),
         pytest.param(2, "1.15.1", True, id="paused, and within reach when it is resumed"),
         pytest.param(2, "1.16.1", False, id="paused for good"),
     ],
 )
 def test_a_machine_whose_daemon_was_killed_while_it_saved_it_runs_or_is_ended(
-    bootable: Path, tools: Tools, standin: Standin, call: int, version: str, taken: bool
-) -> None:
+    bootable: Path, tools: Tools, standin: Standin, call: int, version: str, taken: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     standin.be(version)
     with starter(bootable, "saved_1", f"die-{call}", standin) as process:
         assert (says(process), says(process), process.wait(20)) == ("go", "started", -signal.SIGKILL)
@@ -390,6 +391,7 @@ def test_a_machine_whose_daemon_was_killed_while_it_saved_it_runs_or_is_ended(
         anyio.run(main)
     finally:
         standin.be(str(VERSION))
+    assert ("saved_1 goes on under Firecracker 1.16.0, until it is ended: " in caplog.text) == (version == "1.16.0")
     assert is_ended(pid)
     assert os.listdir(own) == ["scratch"]
     assert not until_none(standin)
