@@ -22,11 +22,12 @@ import anyio
 import anyio.to_thread
 
 from native import KvmAnswer, KvmState, kvm_probe
-from sandboxd.errors import BootFailed
+from sandboxd.errors import BootFailed, SandboxError
 from sandboxd.vm import processes
 from sandboxd.vm.machine import Machine, MachineSpec
 
 TRIAL_S = 10.0
+VERSION_S = 10.0
 TRIAL_ID = "kvm-trial"
 TRIAL_MEMORY_MB = 256
 FIRST_LINE = b"guest-init: start"
@@ -63,17 +64,18 @@ async def choose(
     answer = await anyio.to_thread.run_sync(probe)
     if answer.state is not KvmState.OK:
         return Choice(False, unusable(answer))
-    key = await anyio.to_thread.run_sync(_key, trial.program, kernel, initramfs)
     # One for each VMM: `auto` may ask about two.
     kept = state_dir / f"kvm-{trial.program.name}.json"
-    fault = _remembered(kept, key)
-    if fault is None:
-        try:
+    try:
+        key = await anyio.to_thread.run_sync(_key, trial.program, kernel, initramfs)
+        fault = _remembered(kept, key)
+        if fault is None:
             fault = await attempt(trial, kernel, initramfs, state_dir, uid)
-        except (BootFailed, OSError) as error:
-            # A full disk, a file system of its own: it may be over the next time, and costs no ten seconds to ask.
-            return Choice(False, f"KVM could not be tried: {error}")
-        _remember(kept, key, fault)
+            _remember(kept, key, fault)
+    except (SandboxError, OSError, subprocess.SubprocessError) as error:
+        # A full disk, a VMM that the kernel does not let end: it may be over the next time, and costs no ten seconds to
+        # ask.
+        return Choice(False, f"KVM could not be tried: {error}")
     if fault:
         return Choice(False, f"KVM is {KvmState.PRESENT_BUT_UNUSABLE.value}: {fault}")
     return Choice(True, f"KVM: {answer.reason}, and our kernel booted")
@@ -88,7 +90,7 @@ def unusable(answer: KvmAnswer) -> str:
 
 async def attempt(trial: Trial, kernel: Path, initramfs: Path, state_dir: Path, uid: int | None) -> str:
     """Boots under KVM; returns "" when guest-init spoke in time, else what went wrong, in one line. Raises BootFailed
-    or OSError where no VMM came so far, and none ended by itself."""
+    or OSError where no VMM came so far, and none ended by itself; SandboxError where one does not end."""
     directory = state_dir / TRIAL_ID
     directory.mkdir(mode=0o700, exist_ok=True)
     uids = {os.getuid()} if uid is None else {os.getuid(), uid}
@@ -125,7 +127,8 @@ async def _boot(spec: MachineSpec, trial: Trial) -> str:
 def _key(program: Path, kernel: Path, initramfs: Path) -> list[str]:
     version = subprocess.run(
         [str(program), "--version"],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False, env={},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=VERSION_S, check=False,
+        env={},
     )  # fmt: skip
     digests = []
     for path in (kernel, initramfs):

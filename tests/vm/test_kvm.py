@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import anyio
 import pytest
 
 from native import KvmAnswer, KvmState
+from sandboxd.errors import SandboxError
 from sandboxd.vm import kvm, processes
 from sandboxd.vm.machine import Machine, MachineSpec
 
@@ -53,3 +55,45 @@ def test_a_trial_is_remembered_until_something_is_another(
     assert (said(), said()) == ("the first", "the first")
     change(tmp_path, monkeypatch)
     assert (said(), said()) == ("the second", "the second")
+
+
+class Stuck:
+    """A machine whose VMM stays where the kernel does not let it end."""
+
+    spec_id, vsock_path, programs = kvm.TRIAL_ID, Path("/none"), ()
+
+    async def console_tail(self, limit_bytes: int = 8192) -> bytes:
+        return kvm.FIRST_LINE
+
+    async def wait_exit(self) -> None:
+        raise NotImplementedError
+
+    async def terminate(self) -> None:
+        raise SandboxError("kvm-trial: a process did not end in 5 s")
+
+
+async def starts_one_that_stays(_: MachineSpec) -> Machine:
+    return Stuck()
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        pytest.param("#!/bin/sh\necho 'VMM 1'\n", "kvm-trial: a process did not end in 5 s", id="does not end"),
+        pytest.param("#!/bin/sh\nprintf '\\377\\n'\n", "kvm-trial: a process did not end in 5 s", id="says no text"),
+        pytest.param("#!/bin/sh\nexec sleep 60\n", "timed out after 0.1 seconds", id="hangs"),
+        pytest.param("#!/none\n", "No such file or directory", id="does not start"),
+    ],
+)
+def test_a_vmm_that_cannot_be_tried_is_none_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, why: str
+) -> None:
+    monkeypatch.setattr(kvm, "VERSION_S", 0.1 if "sleep" in program else 10.0)
+    (tmp_path / "vmm").write_text(program)
+    (tmp_path / "vmm").chmod(0o755)
+    trial = kvm.Trial(tmp_path / "vmm", "0123456789ab", starts_one_that_stays)
+    uid = 1000 if os.geteuid() == 0 else None
+    works = KvmAnswer(KvmState.OK, "it counted", 1, 0.1)
+    choice = anyio.run(kvm.choose, trial, tmp_path / "vmm", tmp_path / "vmm", tmp_path, uid, lambda: works)
+    assert not choice.works
+    assert choice.reason.startswith("KVM could not be tried: ") and why in choice.reason
