@@ -35,7 +35,8 @@ Options:
                        need built in [Debian's, with modules]
   --backend NAME       auto, qemu or firecracker [default: auto]: auto takes
                        Firecracker where it is installed and KVM works
-  --firecracker PATH   that program [firecracker in /usr/local/bin or /usr/bin]
+  --firecracker PATH   that program [firecracker in /usr/local/bin, /usr/bin,
+                       /usr/local/sbin or /usr/sbin]
   --jailer PATH        as root: the jailer of the same version [beside it]
   --allow-firecracker VERSION
                        take this version though it is known to have faults;

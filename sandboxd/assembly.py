@@ -154,7 +154,9 @@ async def permitted(settings: Settings, chosen: Parts) -> tuple[Policy, Registri
             policy = rules.with_bind(policy)
             log.info("directories of this host can be shared with sandboxes, by uid %d alone", os.geteuid())
     else:
-        policy = rules.without(policy, "bind_workspace", "it takes `sandboxd --allow-bind` (policy: allow_bind: true)")
+        other = "--backend qemu " if chosen.backend.name == "firecracker" else ""
+        takes = f"it takes `sandboxd {other}--allow-bind` (policy: allow_bind: true)"
+        policy = rules.without(policy, "bind_workspace", takes)
     if settings.audit_log is not None:
         policy = replace(policy, capabilities=policy.capabilities | {"audit"})
     if chosen.no_network:

@@ -72,6 +72,9 @@ def read(flags: Mapping[str, Any], environment: Mapping[str, str], uid: int) -> 
     backend = flags["--backend"]
     if backend not in BACKENDS:
         raise SetupError(f"--backend must be {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
+    for flag in ("--firecracker", "--jailer", "--allow-firecracker"):
+        if backend == "qemu" and flags[flag]:
+            raise SetupError(f"{flag} means nothing with --backend qemu: leave one of them out")
     base = flags["--uid-base"] or str(UID_BASE)
     if not base.isascii() or not base.isdigit():
         raise SetupError("--uid-base must be a number")

@@ -22,7 +22,7 @@ import anyio
 import anyio.to_thread
 
 from native import KvmAnswer, KvmState, kvm_probe
-from sandboxd.errors import BootFailed, SandboxError
+from sandboxd.errors import SandboxError
 from sandboxd.vm import processes
 from sandboxd.vm.machine import Machine, MachineSpec
 
@@ -73,8 +73,7 @@ async def choose(
             fault = await attempt(trial, kernel, initramfs, state_dir, uid)
             _remember(kept, key, fault)
     except (SandboxError, OSError, subprocess.SubprocessError) as error:
-        # A full disk, a VMM that the kernel does not let end: it may be over the next time, and costs no ten seconds to
-        # ask.
+        # A full disk, a library that is missing, a VMM that the kernel does not let end: it may be over the next time.
         return Choice(False, f"KVM could not be tried: {error}")
     if fault:
         return Choice(False, f"KVM is {KvmState.PRESENT_BUT_UNUSABLE.value}: {fault}")
@@ -90,7 +89,7 @@ def unusable(answer: KvmAnswer) -> str:
 
 async def attempt(trial: Trial, kernel: Path, initramfs: Path, state_dir: Path, uid: int | None) -> str:
     """Boots under KVM; returns "" when guest-init spoke in time, else what went wrong, in one line. Raises BootFailed
-    or OSError where no VMM came so far, and none ended by itself; SandboxError where one does not end."""
+    or OSError where no machine was started, which may be no fault of KVM's; SandboxError where one does not end."""
     directory = state_dir / TRIAL_ID
     directory.mkdir(mode=0o700, exist_ok=True)
     uids = {os.getuid()} if uid is None else {os.getuid(), uid}
@@ -107,12 +106,7 @@ async def attempt(trial: Trial, kernel: Path, initramfs: Path, state_dir: Path, 
 
 
 async def _boot(spec: MachineSpec, trial: Trial) -> str:
-    try:
-        machine = await trial.start(spec)
-    except BootFailed as error:
-        if error.exit_code is None:
-            raise
-        return str(error)
+    machine = await trial.start(spec)
     try:
         while FIRST_LINE not in await machine.console_tail():
             with anyio.move_on_after(0.05):

@@ -42,6 +42,8 @@ def flags(*arguments: str) -> dict[str, object]:
         (["--listen", "[::ffff:127.0.0.1]:80"], "write the IPv4 address 127.0.0.1"),
         (["--listen", "unix://relative"], "absolute"), (["--listen", "unix:///" + "x" * 103], "104"),
         (["--backend", "fake"], "auto, qemu or firecracker"),
+        (["--backend", "qemu", "--jailer", "/opt/jailer"], "--jailer means nothing with --backend qemu"),
+        (["--backend", "qemu", "--allow-firecracker", "1.16.0"], "--allow-firecracker means nothing"),
         (["--uid-base", "x"], "--uid-base"),
         (["--metrics-listen", "0.0.0.0:9464"], "--metrics-listen 0.0.0.0:9464: it must be a loopback address"),
         (["--metrics-listen", "192.0.2.1:9464"], "it must be a loopback address"),

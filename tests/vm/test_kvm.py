@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from native import KvmAnswer, KvmState
-from sandboxd.errors import SandboxError
+from sandboxd.errors import BootFailed, SandboxError
 from sandboxd.vm import kvm, processes
 from sandboxd.vm.machine import Machine, MachineSpec
 
@@ -97,3 +97,25 @@ def test_a_vmm_that_cannot_be_tried_is_none_that_works(
     choice = anyio.run(kvm.choose, trial, tmp_path / "vmm", tmp_path / "vmm", tmp_path, uid, lambda: works)
     assert not choice.works
     assert choice.reason.startswith("KVM could not be tried: ") and why in choice.reason
+
+
+def test_a_vmm_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
+    """A library that it lacks, say: that tells nothing of KVM, and is mended without a new kernel or another VMM."""
+    be(tmp_path / "vmm", "1")
+    for name in ("kernel", "initramfs"):
+        (tmp_path / name).write_text(name)
+    tried = []
+
+    async def fails(_: MachineSpec) -> Machine:
+        tried.append("")
+        raise BootFailed("starting Firecracker: no libseccomp.so.2", 127, b"")
+
+    trial = kvm.Trial(tmp_path / "vmm", "0123456789ab", fails)
+    works = KvmAnswer(KvmState.OK, "it counted", 1, 0.1)
+    for _ in range(2):
+        found = anyio.run(
+            kvm.choose, trial, tmp_path / "kernel", tmp_path / "initramfs", tmp_path, None, lambda: works
+        )
+        assert not found.works
+        assert found.reason.startswith("KVM could not be tried: the machine did not start: starting Firecracker: ")
+    assert len(tried) == 2
