@@ -26,7 +26,7 @@ from sandboxd import trees
 from sandboxd.audit import Audit
 from sandboxd.boot import BOOT_S
 from sandboxd.ending import MACHINE, quiesce
-from sandboxd.errors import GuestProtocolError, SetupError
+from sandboxd.errors import GuestProtocolError, SandboxError, SetupError
 from sandboxd.guest import GuestGone, GuestRefused
 from sandboxd.lifecycle import State, move
 from sandboxd.networks import Networks
@@ -127,7 +127,11 @@ async def _finish(places: Places, backend: Backend, record: SandboxRecord) -> No
     rest of its end is the sweep's."""
     if record.volumes and (machine := await backend.adopt(places.machine(record.id), record.id)) is not None:
         await quiesce(machine, record)
-        await machine.terminate()
+        try:
+            await machine.terminate()
+        except SandboxError as fault:
+            # Of one that the kernel does not let go: every other sandbox would wait for it.
+            log.error("%s", fault)
 
 
 def _clear(directory: Path, known: frozenset[str] | set[str], what: str) -> None:

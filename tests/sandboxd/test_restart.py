@@ -10,10 +10,10 @@ import pytest
 
 from sandboxd import restart
 from sandboxd.audit import Audit
-from sandboxd.errors import SetupError
+from sandboxd.errors import SandboxError, SetupError
 from sandboxd.lifecycle import State
 from sandboxd.places import Places
-from sandboxd.store import Network, SandboxRecord, Store
+from sandboxd.store import Mount, Network, SandboxRecord, Store
 from sandboxd.vm import processes
 from sandboxd.vm.machine import Machine, MachineSpec
 from sandboxd.vm.processes import Record
@@ -75,4 +75,45 @@ def test_what_cannot_be_looked_at_stops_the_start_and_no_machine(tmp_path: Path,
     assert isinstance(cause, OSError) and cause.errno == errno.EMFILE
     assert store.sandboxes()[0] == [record]
     assert places.scratch("sbx_1").exists() and not places.disks.exists()
+    store.close()
+
+
+class Stuck(Running):
+    """A machine whose processes the kernel does not let go."""
+
+    async def terminate(self) -> None:
+        raise SandboxError("sbx_1: a process did not end in 5 s")
+
+
+class Holds(Blind):
+    """A backend with two machines, of which one does not end."""
+
+    def __init__(self) -> None:
+        super().__init__(sweeps_only=False)
+
+    async def adopt(self, directory: Path, sandbox_id: str) -> Machine | None:
+        return Stuck() if sandbox_id == "sbx_1" else Running()
+
+    def sweep(self, sandboxes: Path, known: frozenset[str]) -> None:
+        assert known == {"sbx_2"}
+
+
+def test_a_machine_that_does_not_end_keeps_no_other_sandbox_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def quiesce(*_: object) -> None:
+        return
+
+    monkeypatch.setattr(restart, "quiesce", quiesce)
+    store = Store(tmp_path / "state.sqlite")
+    mounts = (Mount("cache", "/cache", False),)
+    ended = SandboxRecord(
+        "sbx_1", "", State.TERMINATED, "i", 1, 1, 2, (), Network("none"), 1.0, 3, ended_because="asked", volumes=mounts
+    )
+    runs = SandboxRecord("sbx_2", "", State.RUNNING, "i", 1, 1, 2, (), Network("none"), 1.0, 3)
+    for record in (ended, runs):
+        store.put(record)
+    found, _ = anyio.run(restart.adopt, Places(tmp_path), store, Holds(), Audit(None))
+    assert [(one.record.id, one.machine is None) for one in found] == [("sbx_1", True), ("sbx_2", False)]
+    assert "sbx_1: a process did not end in 5 s" in caplog.text
     store.close()
