@@ -202,11 +202,11 @@ async def restore(
 
 
 async def adopt(directory: Path, id: str, tools: Tools) -> FirecrackerMachine | None:
-    """The machine an earlier run of the daemon left in `directory`; None unless its VMM still runs, and says that its
-    guest does. One whose guest was left paused is resumed where that leaves it within reach. What is left of one that
-    cannot be adopted is ended, as far as its record tells; `sweep` finds the rest. Its drives are no longer locked:
-    that they are this machine's alone, records say. Raises OSError where it cannot be seen, with the machine left
-    alone."""
+    """The machine an earlier run of the daemon left in `directory`; None unless its VMM still runs, or if that says that
+    its guest does not. One whose guest was left paused is resumed where that leaves it within reach. What is left of
+    one that cannot be adopted is ended, as far as its record tells; `sweep` finds the rest. Its drives are no longer
+    locked: that they are this machine's alone, records say. Raises OSError where it cannot be seen, with the machine
+    left alone."""
     record = processes.read_record(directory)
     if record is None:
         return None
@@ -233,8 +233,8 @@ async def adopt(directory: Path, id: str, tools: Tools) -> FirecrackerMachine | 
 
 
 async def _running(jailed: Path, directory: Path, id: str, tools: Tools) -> Version:
-    """Sees to it that the guest runs whose VMM has the root `jailed`. Returns the VMM's version. Raises CallFailed,
-    SandboxError; OSError where that is no fault of the VMM's."""
+    """Sees to it that the guest runs whose VMM has the root `jailed`. Returns the VMM's version, taken to be today's
+    where it says nothing. Raises CallFailed, SandboxError; OSError where that is no fault of the VMM's."""
     with ExitStack() as stack:
         try:
             root = _open_directory(jailed)
@@ -245,7 +245,12 @@ async def _running(jailed: Path, directory: Path, id: str, tools: Tools) -> Vers
         except (FileNotFoundError, NotADirectoryError) as fault:
             raise SandboxError("its jail is not as it was made") from fault
         client = Client(root)
-        info = await client.info(ADOPT_S)
+        try:
+            info = await client.info(ADOPT_S)
+        except CallFailed as fault:
+            # On a busy host, say. Whether the guest answers is another question, and asked again and again.
+            log.warning("%s: its VMM is taken back without an answer from it: %s", id, fault)
+            return tools.version
         if info.state is State.PAUSED and firecracker_versions.resumes(info.version):
             await client.send(firecracker.resume_request())
             log.warning("%s: its guest was paused, and goes on", id)

@@ -322,16 +322,16 @@ def test_a_fault_with_a_tap_leaves_nobody_that_has_it(
 
 
 @pytest.mark.parametrize(
-    ("fault", "why"),
+    ("fault", "said"),
     [
-        (None, r"its guest does not run \(Not started\)"),
-        ("hang", r"GET /: no answer in 1 s"),
-        ("garbage", "GET /: the answer is not HTTP"),
-        ("refuse", "GET /: refused"),
+        (None, r"not taken back, and is ended: its guest does not run \(Not started\)"),
+        ("hang", r"taken back without an answer from it: GET /: no answer in 1 s"),
+        ("garbage", "taken back without an answer from it: GET /: the answer is not HTTP"),
+        ("refuse", "taken back without an answer from it: GET /: refused"),
     ],
 )
-def test_a_vmm_that_does_not_say_that_its_guest_runs_is_not_taken_back(
-    spec: MachineSpec, tools: Tools, standin: Standin, fault: str | None, why: str, monkeypatch: pytest.MonkeyPatch,
+def test_a_vmm_is_taken_back_unless_it_says_that_its_guest_does_not_run(
+    spec: MachineSpec, tools: Tools, standin: Standin, fault: str | None, said: str, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(firecracker_machine, "ADOPT_S", 1.0)
@@ -343,17 +343,50 @@ def test_a_vmm_that_does_not_say_that_its_guest_runs_is_not_taken_back(
         if fault is not None:
             standin.fail({"do": fault, "path": "/"})
         try:
-            assert await firecracker_machine.adopt(spec.directory, spec.id, tools) is None
-            with anyio.fail_after(1):
+            found = await firecracker_machine.adopt(spec.directory, spec.id, tools)
+            assert (found is None) == (fault is None)
+            if found is not None:
+                await found.terminate()
+            with anyio.fail_after(5):
                 await machine.wait_exit()
         finally:
             standin.fail()
             await machine.terminate()
 
     anyio.run(main)
-    assert re.search(f"box_1: its VMM is not taken back, and is ended: {why}", caplog.text)
+    assert re.search(f"box_1: its VMM is {said}", caplog.text)
     assert tools.groups is not None
     assert tools.groups.ids(INSTANCE) == set()
+
+
+def test_a_recorded_process_outside_of_the_group_is_not_taken_for_the_vmm(
+    spec: MachineSpec, tools: Tools, standin: Standin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boot = firecracker.requests
+    monkeypatch.setattr(firecracker, "requests", lambda *asked: (*boot(*asked)[:-1], Request("GET", "/version")))
+
+    async def main() -> None:
+        machine = await firecracker_machine.start(spec, tools)
+        standin.fail({"do": "refuse", "path": "/"})
+        try:
+            record = processes.read_record(spec.directory)
+            assert record is not None
+            (vmm,) = record.processes
+            wrong = replace(vmm, pid=other.pid, start_ticks=processes.start_ticks(other.pid))
+            processes.write_record(spec.directory, replace(record, processes=(wrong,)))
+            assert await firecracker_machine.adopt(spec.directory, spec.id, tools) is None
+            with anyio.fail_after(5):
+                await machine.wait_exit()
+        finally:
+            standin.fail()
+            await machine.terminate()
+
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        anyio.run(main)
+    finally:
+        other.kill()
+        other.wait()
 
 
 @pytest.mark.parametrize(
