@@ -169,9 +169,11 @@ def marked(instance: str, uids: Collection[int]) -> Iterator[tuple[str, int]]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             pid = int(name)
-            id = marked_id(command_line(pid), instance)
-            if id is not None and _is_one_of(pid, instance, uids):
-                yield id, pid
+            # First: a command line is read from its process's memory, and one of anybody's may keep its reader waiting.
+            if _is_one_of(pid, instance, uids):
+                id = marked_id(command_line(pid), instance)
+                if id is not None:
+                    yield id, pid
 
 
 def end_marked(instance: str, ids: Callable[[str], bool], uids: Collection[int]) -> set[str]:

@@ -94,6 +94,20 @@ def test_another_users_process_is_not_touched_whatever_it_calls_itself(
     assert forged.poll() is None
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to start another user's process")
+def test_what_anybody_says_on_a_command_line_is_not_even_read(
+    children: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could be in memory that never answers, a file of FUSE say."""
+    forged, ours = start(children, MARKED, user=4242), start(children, MARKED, user=4243)
+    wait_for_exec(children)
+    read: list[int] = []
+    command_line = processes.command_line
+    monkeypatch.setattr(processes, "command_line", lambda pid: (read.append(pid), command_line(pid))[1])
+    assert list(processes.marked("t1", {0, 4243})) == [("box", ours.pid)]
+    assert forged.pid not in read and ours.pid in read
+
+
 def test_a_held_process_is_the_recorded_one(children: list[subprocess.Popen[bytes]]) -> None:
     child = start(children, MARKED)
     process = seen(child)
