@@ -202,11 +202,11 @@ async def restore(
 
 
 async def adopt(directory: Path, id: str, tools: Tools) -> FirecrackerMachine | None:
-    """The machine an earlier run of the daemon left in `directory`; None unless its VMM still runs, or if that says that
-    its guest does not. One whose guest was left paused is resumed where that leaves it within reach. What is left of
-    one that cannot be adopted is ended, as far as its record tells; `sweep` finds the rest. Its drives are no longer
-    locked: that they are this machine's alone, records say. Raises OSError where it cannot be seen, with the machine
-    left alone."""
+    """The machine an earlier run of the daemon left in `directory`; None unless its VMM still runs, or if that says
+    that its guest does not. One whose guest was left paused is resumed where that leaves it within reach. What is
+    left of one that cannot be adopted is ended, as far as its record tells; `sweep` finds the rest. Its drives are no
+    longer locked: that they are this machine's alone, records say. Raises OSError where it cannot be seen, with the
+    machine left alone."""
     record = processes.read_record(directory)
     if record is None:
         return None
