@@ -42,6 +42,9 @@ PAUSE_S = 1.0
 LONGEST_PAUSE_S = 10.0
 """Before a guest that was not reached is asked again."""
 
+AT_ONCE = 16
+"""Machines that are asked for at a time; each takes a few descriptors meanwhile."""
+
 log = logging.getLogger("sandboxd")
 
 
@@ -80,6 +83,8 @@ async def _adopt(
     places.sandboxes.mkdir(mode=0o700, exist_ok=True)
     found: list[Adopted] = []
     records, unreadable = store.sandboxes()
+    running = [one.id for one in records if one.state not in (State.PENDING, State.TERMINATED)]
+    machines = await _take(places, backend, running)
     for record in records:
         if record.state is State.PENDING:
             log.info("%s: its create never finished: it is removed", record.id)
@@ -87,7 +92,7 @@ async def _adopt(
                 audit.record("sandbox.terminated", record.id, reason=MACHINE)
             store.forget(record.id)
             continue
-        found.append(await _look(places, store, backend, audit, record))
+        found.append(await _look(places, store, backend, audit, record, machines.get(record.id)))
     for one in unreadable:
         log.error("%s: its record was written by another version: %s; it is left as it is", one.id, clean(one.why))
     left = {one.id for one in unreadable}
@@ -100,16 +105,37 @@ async def _adopt(
     return found, unreadable
 
 
+async def _take(places: Places, backend: Backend, ids: Iterable[str]) -> dict[str, Machine | None]:
+    """Several at once: a VMM that gives no answer is waited for, and nobody's sandbox waits for all of somebody's."""
+    found: dict[str, Machine | None] = {}
+    faults: list[OSError | SetupError] = []
+    limit = anyio.CapacityLimiter(AT_ONCE)
+
+    async def take(id: str) -> None:
+        async with limit:
+            try:
+                found[id] = await backend.adopt(places.machine(id), id)
+            except (OSError, SetupError) as fault:
+                faults.append(fault)
+
+    async with anyio.create_task_group() as tasks:
+        for id in ids:
+            tasks.start_soon(take, id)
+    if faults:
+        raise faults[0]
+    return found
+
+
 async def _look(
-    places: Places, store: Store, backend: Backend, audit: Audit, record: SandboxRecord
+    places: Places, store: Store, backend: Backend, audit: Audit, record: SandboxRecord, machine: Machine | None
 ) -> Adopted:
+    """`machine` is that of a sandbox whose end was not asked for."""
     if record.state is State.TERMINATED:
         await _finish(places, backend, record)
         if record.ended_because == MACHINE:
             # Where the daemon was killed between the record and this.
             places.put_aside(record.id)
         return Adopted(record, None)
-    machine = await backend.adopt(places.machine(record.id), record.id)
     if machine is not None:
         log.info("%s: its machine still runs: it is taken back", record.id)
         return Adopted(record, machine)

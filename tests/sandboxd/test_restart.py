@@ -117,3 +117,34 @@ def test_a_machine_that_does_not_end_keeps_no_other_sandbox_waiting(
     assert [(one.record.id, one.machine is None) for one in found] == [("sbx_1", True), ("sbx_2", False)]
     assert "sbx_1: a process did not end in 5 s" in caplog.text
     store.close()
+
+
+class Mutual(Holds):
+    """A backend that takes no machine back before it was asked for the next one too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._both = anyio.Event()
+
+    async def adopt(self, directory: Path, sandbox_id: str) -> Machine | None:
+        if sandbox_id == "sbx_2":
+            self._both.set()
+        await self._both.wait()
+        return Running()
+
+    def sweep(self, sandboxes: Path, known: frozenset[str]) -> None:
+        assert known == {"sbx_1", "sbx_2"}
+
+
+def test_a_machine_that_gives_no_answer_yet_does_not_keep_the_next_waiting(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state.sqlite")
+    for id in ("sbx_1", "sbx_2"):
+        store.put(SandboxRecord(id, "", State.RUNNING, "i", 1, 1, 2, (), Network("none"), 1.0, 3))
+
+    async def main() -> None:
+        with anyio.fail_after(20):
+            found, _ = await restart.adopt(Places(tmp_path), store, Mutual(), Audit(None))
+        assert [(one.record.id, one.machine is None) for one in found] == [("sbx_1", False), ("sbx_2", False)]
+
+    anyio.run(main)
+    store.close()
