@@ -71,7 +71,7 @@ def ask(rig: Rig, path: object, **more: object) -> Answer:
 
 
 def over_tcp(rig: Rig, body: dict[str, Any]) -> Answer:
-    said = next(line for line in rig.log.read_text().splitlines() if "listening on" in line)
+    said = next(line for line in reversed(rig.log.read_text().splitlines()) if "listening on" in line)
     port = int(said.partition("http://127.0.0.1:")[2].partition(",")[0])
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("POST", S, json.dumps(body), rig.headers | {"Content-Type": "application/json"})

@@ -201,20 +201,20 @@ def test_none_has_no_link(shared: Rig) -> None:
 def test_what_a_failed_create_set_up_is_undone(shared: Rig) -> None:
     shared.create()
     shared.knob("no_open", "1")
-    answer = shared.call("POST", S, {"name": "a"})
+    answer = shared.call("POST", S, {"name": "never"})
     assert (answer.status, answer.message) == (500, "the sandbox's network could not be made")
     assert "its network could not be made: the namespace: no room [31m" in shared.log.read_text()
     shared.knob("no_open", None)
     shared.knob("no_boot", "1")
     before, descriptors = links(shared), shared.descriptors()
-    assert shared.call("POST", S, {"name": "a"}).status == 500
-    assert links(shared) == before and shared.call("GET", f"{S}/a").status == 404
+    assert shared.call("POST", S, {"name": "never"}).status == 500
+    assert links(shared) == before and shared.call("GET", f"{S}/never").status == 404
     shared.knob("no_boot", None)
     shared.knob("boot_s", "30")
     with ThreadPoolExecutor(1) as pool:
-        create = pool.submit(lambda: shared.call("POST", S, {"name": "a"}))
+        create = pool.submit(lambda: shared.call("POST", S, {"name": "never"}))
         until("its link is there", lambda: len(links(shared)) == 2)
-        assert shared.call("DELETE", f"{S}/a").status == 204
+        assert shared.call("DELETE", f"{S}/never").status == 204
         assert create.result().code == "conflict"
     assert links(shared) == before
     until("no descriptor stays", lambda: shared.descriptors() <= descriptors)
