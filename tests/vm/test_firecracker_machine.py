@@ -38,6 +38,7 @@ from tests import descriptors
 from tests.daemon import assets_dir
 from tests.firecracker_standin.standin import SHIM, Standin
 from tests.vm import starting
+from tests.vm.deadlines import soon
 from tests.vm.starting import BUILD, ROOT, ping
 
 FIRST_UID = 979_300
@@ -103,8 +104,7 @@ CALLS = [request.step for request in firecracker.requests(
 def test_a_fault_at_any_call_ends_it_all_and_names_the_call(
     spec: MachineSpec, tools: Tools, standin: Standin, step: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(firecracker.Request.__init__, "__defaults__", (None, 0.3))
-    monkeypatch.setattr(firecracker, "START_S", 0.3)
+    soon(monkeypatch, step)
     standin.fail({"do": fault, "path": step.partition(" ")[2]})
     try:
         assert step in failed(spec, tools)
@@ -303,17 +303,17 @@ def test_it_boots_with_its_tap_is_found_again_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("path", "fault"), [("/network-interfaces/eth0", "hang"), ("/vsock", "garbage"), ("/actions", "hang")]
+    ("step", "fault"),
+    [("PUT /network-interfaces/eth0", "hang"), ("PUT /vsock", "garbage"), ("PUT /actions", "hang")],
 )
 def test_a_fault_with_a_tap_leaves_nobody_that_has_it(
-    spec: MachineSpec, tools: Tools, standin: Standin, tun: Path, networks: list[plan.Plan], path: str, fault: str,
+    spec: MachineSpec, tools: Tools, standin: Standin, tun: Path, networks: list[plan.Plan], step: str, fault: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(firecracker.Request.__init__, "__defaults__", (None, 1.0))
-    monkeypatch.setattr(firecracker, "START_S", 1.0)
-    standin.fail({"do": fault, "path": path})
+    soon(monkeypatch, step)
+    standin.fail({"do": fault, "path": step.partition(" ")[2]})
     try:
-        assert path in failed(with_tap(spec, networks[0]), tools)
+        assert step in failed(with_tap(spec, networks[0]), tools)
     finally:
         standin.fail()
     assert opens_tap(networks[0], tun, FIRST_UID) == 0

@@ -36,6 +36,7 @@ from sandboxd.vm.saved_files import STATE_BYTES
 from tests.daemon import assets_dir
 from tests.firecracker_standin import real
 from tests.firecracker_standin.standin import Standin
+from tests.vm.deadlines import soon
 from tests.vm.starting import BOOT_S, BUILD, ping
 
 FIRST_UID = 979_500
@@ -233,9 +234,7 @@ def test_a_state_is_of_bounded_size(place: Path) -> None:
 def test_a_fault_at_any_call_of_saving_ends_the_machine_and_names_the_call(
     place: Path, step: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(firecracker.Request.__init__, "__defaults__", (None, 0.2))
-    monkeypatch.setattr(firecracker, "START_S", 0.2)
-    monkeypatch.setattr(firecracker, "WRITTEN_MB_S", 10**6)
+    soon(monkeypatch, step)
     vmm = cheating(place, honest)
     vmm.faults[step] = fault
     with pytest.raises(SandboxError, match=f"^box_1 could not be saved: {step}: .*; it has ended$"):
@@ -601,8 +600,7 @@ LOADING = [request.step for request in firecracker.load_requests(
 def test_a_fault_at_any_call_of_restoring_ends_it_all_and_names_the_call(
     saved: Saved, place: Path, tools: Tools, standin: Standin, step: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(firecracker.Request.__init__, "__defaults__", (None, 0.3))
-    monkeypatch.setattr(firecracker, "START_S", 0.3)
+    soon(monkeypatch, step)
     method, _, path = step.partition(" ")
     standin.fail({"do": fault, "method": method, "path": path})
     try:
