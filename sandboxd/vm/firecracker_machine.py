@@ -88,7 +88,7 @@ class FirecrackerMachine:
         self._held = held
         self._console = bytearray()
         self._ending = anyio.Lock()
-        self._ended = False
+        self._ended = self._saving = False
 
     async def console_tail(self, limit_bytes: int = 8192) -> bytes:
         """What was written since the daemon started it, where the spec asked for a console."""
@@ -116,7 +116,11 @@ class FirecrackerMachine:
 
     async def save(self, spec: MachineSpec, directory: Path) -> None:
         """As `snapshot`, but what failed is raised as it is."""
+        if self._saving:
+            # The files of both would have the same names.
+            raise SandboxError("it is being saved already")
         root, new = _open_directory(self._root), self._directory / saved_files.UNFINISHED
+        self._saving = True
         try:
             await anyio.to_thread.run_sync(saved_files.prepare, root, new, directory, spec.uid, spec.memory_mb)
             client = Client(root)
@@ -136,6 +140,7 @@ class FirecrackerMachine:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(saved_files.discard, root, new)
             os.close(root)
+            self._saving = False
 
     async def _go_on(self, client: Client) -> None:
         """Of one that is paused: where its guest can be reached afterwards it runs again, else it is ended."""
@@ -350,6 +355,8 @@ class _Starting:
             client = Client(root)
             self._step = f"waiting for {VMM}'s API"
             await self._unless_ended(client.listening)
+            self._step = "asking for its version"
+            await self._unless_ended(partial(self._as_known, client))
         for call in calls:
             if call is calls[-1] and self._group is not None:
                 # Its sockets are there, and its guest does not run yet.
@@ -486,10 +493,20 @@ class _Starting:
             ended = any(processes.wait_ended([fd], 0) for fd in self._pidfds)
             raise ChildError(faults[0] if ended else faults[-1])
 
+    async def _as_known(self, client: Client) -> None:
+        """Raises CallFailed where it is another than was looked at: what is known of that one does not hold for it."""
+        version = (await client.info()).version
+        if version != self._tools.version:
+            why = f"it is {version} now, and was {self._tools.version} when sandboxd started, which is to be restarted"
+            raise CallFailed("GET /", why)
+
     def _directory_fd(self, path: Path) -> int:
         fd = _open_directory(path)
         self._held.callback(os.close, fd)
         return fd
+
+    def _end_marked(self) -> None:
+        processes.end_marked(self._tools.instance, lambda id: id == self._spec.id, {os.getuid()})
 
     async def _undo(self, error: BaseException) -> BootFailed | None:
         """Leaves nothing. Returns what to raise instead of `error`; None where that is no failure to boot."""
@@ -499,8 +516,11 @@ class _Starting:
         logged = b"" if self._log is None else _drain(self._log)
         await anyio.to_thread.run_sync(_end, self._pidfds, self._group)
         if self._group is None:
-            own = {os.getuid()}
-            await anyio.to_thread.run_sync(processes.end_marked, self._tools.instance, lambda id: id == spec.id, own)
+            try:
+                await anyio.to_thread.run_sync(self._end_marked)
+            except OSError as fault:
+                # Where no descriptor is left, say. What is let go below is let go all the same.
+                log.error("%s: what is left of its start could not be looked for: %s", spec.id, fault.strerror)
         if self._child is not None:
             self._child.close()
         self._given.close()

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from egress import link, plan
 from sandboxd import unixpath
 from sandboxd.assets import prepare, store
 from sandboxd.errors import BootFailed, SetupError
-from sandboxd.vm import cgroups, firecracker, firecracker_machine, jail, processes
+from sandboxd.vm import cgroups, drives, firecracker, firecracker_machine, jail, processes
 from sandboxd.vm.arch import Arch
 from sandboxd.vm.firecracker import Request
 from sandboxd.vm.firecracker_calls import State
@@ -135,6 +136,33 @@ def test_a_jailer_or_a_vmm_that_does_not_come_up(
         standin.fail()
     assert tools.groups is not None
     assert tools.groups.ids(INSTANCE) == set()
+
+
+def test_another_version_than_was_looked_at_starts_no_machine(
+    spec: MachineSpec, tools: Tools, standin: Standin
+) -> None:
+    standin.be("1.16.0")
+    try:
+        assert "it is 1.16.0 now, and was 1.16.1 when sandboxd started" in failed(spec, tools)
+    finally:
+        standin.be(str(VERSION))
+    assert not list(standin.programs())
+
+
+def test_a_start_that_cannot_be_cleared_up_holds_nothing_on(
+    spec: MachineSpec, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ordinary user's is looked for by its mark. One of root's that is started like it fails, as it is to."""
+
+    def end_marked(*_: object) -> set[str]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(processes, "end_marked", end_marked)
+    before = len(os.listdir("/proc/self/fd"))
+    assert "Firecracker ended" in failed(spec, replace(tools, groups=None))
+    assert len(os.listdir("/proc/self/fd")) == before
+    with ExitStack() as stack:
+        drives.open_image(stack, "the disk", spec.drives[1])
 
 
 @pytest.fixture(scope="module")

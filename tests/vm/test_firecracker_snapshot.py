@@ -142,6 +142,28 @@ def cheating(place: Path, then: Callable[[Vmm], None], version: Version = VERSIO
     return vmm
 
 
+def test_one_that_is_being_saved_is_not_saved_once_more_meanwhile(place: Path) -> None:
+    vmm = Vmm(place / "own", FIRST_UID, lambda _: (honest(vmm), saving.set())[0])
+    saving = anyio.Event()
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            await group.start(vmm.serve)
+            group.start_soon(firecracker_machine.snapshot, vmm.machine, described(place), place / "kept")
+            await saving.wait()
+            with pytest.raises(SandboxError, match="it is being saved already; it runs on"):
+                await firecracker_machine.snapshot(vmm.machine, described(place), place / "other")
+            vmm.answering.set()
+            await vmm.machine.wait_exit()
+            while not vmm.machine.ended:  # noqa: ASYNC110 - a machine without processes is told of by nothing
+                await anyio.sleep(0.01)
+            group.cancel_scope.cancel()
+
+    anyio.run(main)
+    assert sorted(os.listdir(place / "kept")) == ["memory", "snapshot"]
+    assert not (place / "other").exists()
+
+
 @pytest.mark.parametrize(("uid", "mode"), [(FIRST_UID, 0o444), (None, 0o400)], ids=["root's", "a user's"])
 def test_what_is_saved_is_ours_and_nobody_writes_to_it_any_more(place: Path, uid: int | None, mode: int) -> None:
     vmm = Vmm(place / "own", uid, lambda _: honest(vmm))
