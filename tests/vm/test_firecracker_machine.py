@@ -284,7 +284,7 @@ def test_it_boots_with_its_tap_is_found_again_and_leaves_nothing(
             again = await firecracker_machine.adopt(spec.directory, spec.id, renamed)
             assert again is not None
             assert b'"ok":true' in (await ping(again)).replace(b" ", b"")
-            await firecracker_machine.snapshot(again, spec, bootable / "kept")
+            await firecracker_machine.snapshot(again, spec, bootable / "forked")
             await again.wait_exit()
             with anyio.fail_after(1):
                 await machine.wait_exit()
@@ -293,7 +293,7 @@ def test_it_boots_with_its_tap_is_found_again_and_leaves_nothing(
             assert opens_tap(networks[0], tun, FIRST_UID) == 0, "nobody's any more"
             # In another namespace, with a tap of its own. The stand-in's guest does not answer after that.
             other = with_tap(spec, networks[1])
-            machine = await firecracker_machine.restore(other, tools, bootable / "kept")
+            machine = await firecracker_machine.restore(other, tools, bootable / "forked")
             confined(machine, networks[1])
         finally:
             await machine.terminate()
