@@ -25,6 +25,7 @@ from sandboxd.vm import (
     cgroups,
     firecracker,
     firecracker_machine,
+    firecracker_start,
     firecracker_versions,
     jail,
     jailer,
@@ -92,7 +93,7 @@ class Qemu:
 
 
 class Firecracker:
-    """`vm.firecracker_machine`."""
+    """`vm.firecracker_start` and `vm.firecracker_machine`."""
 
     name = "firecracker"
     silent = True
@@ -107,7 +108,7 @@ class Firecracker:
         return Trial(self.tools.jailer.firecracker, self.tools.instance, self._start, self._trial_s)
 
     async def _start(self, spec: MachineSpec) -> Machine:
-        return await firecracker_machine.start(spec, self.tools)
+        return await firecracker_start.start(spec, self.tools)
 
     async def start(self, spec: MachineSpec) -> Machine:
         return await self._start(spec)

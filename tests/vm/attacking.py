@@ -21,7 +21,7 @@ import anyio
 
 from sandboxd import unixpath
 from sandboxd.errors import SandboxError
-from sandboxd.vm import cgroups, commands, firecracker_machine, jail, jailer, qemu
+from sandboxd.vm import cgroups, commands, firecracker_machine, firecracker_start, jail, jailer, qemu
 from sandboxd.vm.arch import Arch
 from sandboxd.vm.commands import Accelerator
 from sandboxd.vm.firecracker_client import CallFailed, Client
@@ -86,18 +86,19 @@ def report(scratch: Path) -> list[str]:
 async def run(backend: str, directory: Path, program: Path, launcher: Path, instance: str, plan: Plan) -> Result:
     root = os.geteuid() == 0
     spec = described(directory, UID if root else None)
-    module: Any = qemu
+    start: Any = qemu.start
+    adopt: Any = qemu.adopt
     if backend == "qemu":
         found = commands.find_tools(BUILD / "sandbox-vsock", instance, Accelerator.TCG)
         tools: Any = replace(found, qemu=jail.program(program))
     else:
-        module = firecracker_machine
+        start, adopt = firecracker_start.start, firecracker_machine.adopt
         tools = firecracker_machine.Tools(
             jailer.Tools(program, launcher, jail.find_tools(root)), jail.program(program),
             parse("Firecracker v1.16.1"), Arch.X86_64, instance, 4096, cgroups.find() if root else None,
         )  # fmt: skip
     result = Result()
-    machine = await module.start(spec, tools)
+    machine = await start(spec, tools)
     try:
         scratch = directory / "scratch"
         result.status = status(machine.programs[0].pid)
@@ -122,7 +123,7 @@ async def run(backend: str, directory: Path, program: Path, launcher: Path, inst
         started = time.monotonic()
         await machine.console_tail()
         result.console_s = time.monotonic() - started
-        again = await module.adopt(spec.directory, spec.id, tools)
+        again = await adopt(spec.directory, spec.id, tools)
         result.adopted = again is not None
         if again is not None and backend != "qemu":
             result.reached["snapshot"] = "taken"

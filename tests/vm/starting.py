@@ -19,7 +19,7 @@ from pathlib import Path
 import anyio
 
 from sandboxd import unixpath
-from sandboxd.vm import cgroups, firecracker_machine, jail, jailer, qemu
+from sandboxd.vm import cgroups, firecracker_machine, firecracker_start, jail, jailer, qemu
 from sandboxd.vm.arch import Arch
 from sandboxd.vm.commands import Tools, find_tools
 from sandboxd.vm.firecracker_versions import read
@@ -125,7 +125,7 @@ async def main(directory: Path, ids: str, instance: str, what: str, *standin: st
         described = spec(directory, id, number)
         if standin:
             found = firecracker_tools(instance, Path(standin[0]))
-            machines.append(await firecracker_machine.start(described, found))
+            machines.append(await firecracker_start.start(described, found))
         else:
             machines.append(await qemu.start(described, tools(instance)))
     print("started", flush=True)
@@ -139,7 +139,7 @@ async def main(directory: Path, ids: str, instance: str, what: str, *standin: st
         if what == "restore" or what.startswith("die-"):
             assert isinstance(machine, firecracker_machine.FirecrackerMachine)
             await firecracker_machine.snapshot(machine, described, directory / "kept")
-            machine = await firecracker_machine.restore(described, found, directory / "kept")
+            machine = await firecracker_start.restore(described, found, directory / "kept")
             print((await ping(machine)).decode().strip(), flush=True)
         await machine.terminate()
 

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from sandboxd.errors import BootFailed
-from sandboxd.vm import firecracker_machine
+from sandboxd.vm import firecracker_start
 from sandboxd.vm.machine import Drive, MachineSpec
 from tests.vm import starting
 
@@ -28,6 +28,6 @@ def test_the_last_line_of_a_jailer_that_fails_is_in_the_error_and_the_rest_in_it
     drives = (Drive(tmp_path / "scratch", False),)
     spec = MachineSpec("box_1", 1, 256, tmp_path / "kernel", tmp_path / "initramfs", drives, own, 979_900)
     with pytest.raises(BootFailed, match=r"starting the jailer: .*: this host is too old \(") as caught:
-        anyio.run(firecracker_machine.start, spec, starting.firecracker_tools(f"w{os.getpid()}", tmp_path))
+        anyio.run(firecracker_start.start, spec, starting.firecracker_tools(f"w{os.getpid()}", tmp_path))
     assert caught.value.console_tail.splitlines() == [b"first words", b"this host is too old"]
     assert os.listdir(own) == []

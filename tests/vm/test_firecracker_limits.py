@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxd.vm import firecracker_machine
+from sandboxd.vm import firecracker_start
 from sandboxd.vm.cgroups import Limits
 from sandboxd.vm.machine import MachineSpec
 
@@ -17,4 +17,4 @@ from sandboxd.vm.machine import MachineSpec
 )
 def test_a_vmm_has_what_its_guest_has_and_a_bounded_rest(cpus: int, memory_mb: int, limits: Limits) -> None:
     spec = MachineSpec("box_1", cpus, memory_mb, Path("kernel"), Path("initramfs"), (), Path("own"), 1)
-    assert firecracker_machine.limits(spec) == limits
+    assert firecracker_start.limits(spec) == limits

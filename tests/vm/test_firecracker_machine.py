@@ -27,7 +27,7 @@ from egress import link, plan
 from sandboxd import unixpath
 from sandboxd.assets import prepare, store
 from sandboxd.errors import BootFailed, SetupError
-from sandboxd.vm import cgroups, drives, firecracker, firecracker_machine, jail, processes
+from sandboxd.vm import cgroups, drives, firecracker, firecracker_machine, firecracker_start, jail, processes
 from sandboxd.vm.arch import Arch
 from sandboxd.vm.firecracker import Request
 from sandboxd.vm.firecracker_calls import State
@@ -90,7 +90,7 @@ def spec(top: Path, request: pytest.FixtureRequest) -> Iterator[MachineSpec]:
 
 def failed(spec: MachineSpec, tools: Tools) -> str:
     with pytest.raises(BootFailed) as caught:
-        anyio.run(firecracker_machine.start, spec, tools)
+        anyio.run(firecracker_start.start, spec, tools)
     return str(caught.value)
 
 
@@ -128,7 +128,7 @@ def test_a_fault_at_any_call_ends_it_all_and_names_the_call(
 def test_a_jailer_or_a_vmm_that_does_not_come_up(
     spec: MachineSpec, tools: Tools, standin: Standin, fault: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(firecracker_machine, "START_S", 2.0)
+    monkeypatch.setattr(firecracker_start, "START_S", 2.0)
     standin.fail(fault)
     try:
         assert said in failed(spec, tools)
@@ -266,7 +266,7 @@ def test_it_boots_with_its_tap_is_found_again_and_leaves_nothing(
     spec = with_tap(starting.spec(bootable, "box_2", uid=FIRST_UID, console=True), networks[0])
 
     async def main() -> None:
-        machine = await firecracker_machine.start(spec, tools)
+        machine = await firecracker_start.start(spec, tools)
         try:
             assert b'"ok":true' in (await ping(machine)).replace(b" ", b"")
             console = await machine.console_tail()
@@ -277,7 +277,7 @@ def test_it_boots_with_its_tap_is_found_again_and_leaves_nothing(
                 await machine.wait_exit()
             assert waiting.cancelled_caught
             with pytest.raises(BootFailed, match="a machine runs in it"):
-                await firecracker_machine.start(spec, tools)
+                await firecracker_start.start(spec, tools)
             assert await anyio.to_thread.run_sync(firecracker_machine.sweep, bootable, {"box_2"}, tools) == set()
             # Its path holds its version, say, and today's is another.
             renamed = replace(tools, jailer=replace(tools.jailer, firecracker=Path("/opt/firecracker-v9.9.9")))
@@ -293,7 +293,7 @@ def test_it_boots_with_its_tap_is_found_again_and_leaves_nothing(
             assert opens_tap(networks[0], tun, FIRST_UID) == 0, "nobody's any more"
             # In another namespace, with a tap of its own. The stand-in's guest does not answer after that.
             other = with_tap(spec, networks[1])
-            machine = await firecracker_machine.restore(other, tools, bootable / "forked")
+            machine = await firecracker_start.restore(other, tools, bootable / "forked")
             confined(machine, networks[1])
         finally:
             await machine.terminate()
@@ -367,7 +367,7 @@ def test_a_vmm_is_taken_back_unless_it_says_that_its_guest_does_not_run(
     monkeypatch.setattr(firecracker, "requests", lambda *asked: (*boot(*asked)[:-1], Request("GET", "/version")))
 
     async def main() -> None:
-        machine = await firecracker_machine.start(spec, tools)
+        machine = await firecracker_start.start(spec, tools)
         if fault is not None:
             standin.fail({"do": fault, "path": "/"})
         try:
@@ -394,7 +394,7 @@ def test_a_recorded_process_outside_of_the_group_is_not_taken_for_the_vmm(
     monkeypatch.setattr(firecracker, "requests", lambda *asked: (*boot(*asked)[:-1], Request("GET", "/version")))
 
     async def main() -> None:
-        machine = await firecracker_machine.start(spec, tools)
+        machine = await firecracker_start.start(spec, tools)
         standin.fail({"do": "refuse", "path": "/"})
         try:
             record = processes.read_record(spec.directory)

@@ -26,7 +26,16 @@ from guestd import protocol
 from sandboxd.assets import prepare, store
 from sandboxd.errors import BootFailed, SandboxError, SetupError
 from sandboxd.guest import Guest, GuestRefused
-from sandboxd.vm import cgroups, firecracker, firecracker_machine, jail, jailer, processes, saved_files
+from sandboxd.vm import (
+    cgroups,
+    firecracker,
+    firecracker_machine,
+    firecracker_start,
+    jail,
+    jailer,
+    processes,
+    saved_files,
+)
 from sandboxd.vm.arch import Arch
 from sandboxd.vm.firecracker_machine import FirecrackerMachine, Tools
 from sandboxd.vm.firecracker_versions import Version, parse, read
@@ -468,7 +477,7 @@ def saved(top: Path, assets: Mapping[str, Path], tools: Tools, standin: Standin)
     )  # fmt: skip
 
     async def main() -> None:
-        machine = await firecracker_machine.start(spec, tools)
+        machine = await firecracker_start.start(spec, tools)
         assert b'"ok":true' in await ping(machine)
         await firecracker_machine.snapshot(machine, spec, top / "kept")
 
@@ -514,7 +523,7 @@ def test_two_from_one_snapshot_differ_in_all_that_must(saved: Saved, place: Path
 
     async def fork(number: int) -> None:
         spec = specs[number]
-        machine = await firecracker_machine.restore(spec, tools, saved.directory, [2] if number else [])
+        machine = await firecracker_start.restore(spec, tools, saved.directory, [2] if number else [])
         try:
             guest = Guest(machine.vsock_path, protocol.VERSION)
             await guest.wait_booted(BOOT_S)
@@ -531,7 +540,7 @@ def test_two_from_one_snapshot_differ_in_all_that_must(saved: Saved, place: Path
                 assert await write_time(guest, "bs=1M count=16") > 0.9, "the limit that it was saved with"
                 await shell(guest, "echo before >/workspace/note; sleep 1000 &")
                 await firecracker_machine.snapshot(machine, spec, place / "kept")
-                machine = await firecracker_machine.restore(spec, tools, place / "kept")
+                machine = await firecracker_start.restore(spec, tools, place / "kept")
                 guest = Guest(machine.vsock_path, protocol.VERSION)
                 assert await guest.wait_ready(BOOT_S)
                 assert await shell(guest, "cat /workspace/note; hostname") == "before\nfork0\n"
@@ -562,7 +571,7 @@ def test_two_from_one_snapshot_differ_in_all_that_must(saved: Saved, place: Path
 
 def refused(spec: MachineSpec, tools: Tools, directory: Path) -> str:
     with pytest.raises(BootFailed) as caught:
-        anyio.run(firecracker_machine.restore, spec, tools, directory, [2])
+        anyio.run(firecracker_start.restore, spec, tools, directory, [2])
     assert tools.groups is not None
     assert tools.groups.ids(INSTANCE) == set()
     assert os.listdir(spec.directory) == ["scratch"]
