@@ -16,7 +16,7 @@ import pytest
 
 from sandboxd import unixpath
 from sandboxd.errors import BootFailed
-from sandboxd.vm import cgroups, drives, firecracker, firecracker_machine, processes
+from sandboxd.vm import cgroups, drives, firecracker, firecracker_machine, firecracker_start, processes
 from sandboxd.vm.firecracker import Names, Request
 from sandboxd.vm.firecracker_machine import FirecrackerMachine, Tools
 from sandboxd.vm.machine import Drive, MachineSpec
@@ -104,9 +104,9 @@ def given_up(spec: MachineSpec, tools: Tools, saved: Path | None, once: Callable
 
     async def begin() -> None:
         machine = await (
-            firecracker_machine.start(spec, tools)
+            firecracker_start.start(spec, tools)
             if saved is None
-            else firecracker_machine.restore(spec, tools, saved)
+            else firecracker_start.restore(spec, tools, saved)
         )
         raise AssertionError(f"{machine.spec_id} came up")
 
@@ -170,7 +170,7 @@ def test_a_deep_directory_with_what_a_killed_run_left_in_it(
 
     async def main() -> None:
         for _ in range(2):
-            machine = await firecracker_machine.start(spec, tools)
+            machine = await firecracker_start.start(spec, tools)
             root = machine.vsock_path.parent
             assert len(os.fsencode(machine.vsock_path)) > SUN_PATH
             await answers(machine)
@@ -196,15 +196,15 @@ def test_a_disk_has_one_machine_and_an_image_has_any_number(place: Path, tools: 
     thief = replace(second, drives=first.drives)
 
     async def main() -> None:
-        machine = await firecracker_machine.start(first, tools)
+        machine = await firecracker_start.start(first, tools)
         with pytest.raises(BootFailed, match="opening drive 1: another machine has it"):
-            await firecracker_machine.start(thief, tools)
+            await firecracker_start.start(thief, tools)
         assert first.drives[1].path.stat().st_uid == 0
-        other = await firecracker_machine.start(second, tools)
+        other = await firecracker_start.start(second, tools)
         await answers(machine)
         await machine.terminate()
         await other.terminate()
-        machine = await firecracker_machine.start(thief, tools)
+        machine = await firecracker_start.start(thief, tools)
         await machine.terminate()
 
     anyio.run(main)
@@ -213,8 +213,8 @@ def test_a_disk_has_one_machine_and_an_image_has_any_number(place: Path, tools: 
 @pytest.mark.usefixtures("unbooted")
 def test_a_known_machine_is_not_swept_and_one_whose_directory_is_gone_is(place: Path, tools: Tools) -> None:
     async def main() -> None:
-        known = await firecracker_machine.start(described(place, "known_1"), tools)
-        lost = await firecracker_machine.start(described(place, "lost_1", 1), tools)
+        known = await firecracker_start.start(described(place, "known_1"), tools)
+        lost = await firecracker_start.start(described(place, "lost_1", 1), tools)
         shutil.rmtree(place / "lost_1")
         assert await anyio.to_thread.run_sync(firecracker_machine.sweep, place, {"known_1"}, tools) == {"lost_1"}
         with anyio.fail_after(5):
@@ -231,7 +231,7 @@ def test_a_machine_is_adopted_by_its_own_id_alone(place: Path, tools: Tools, sta
     """A directory that was renamed by hand has the record of another sandbox in it."""
 
     async def main() -> None:
-        machine = await firecracker_machine.start(described(place, "mine_1"), tools)
+        machine = await firecracker_start.start(described(place, "mine_1"), tools)
         assert await taken(place / "mine_1", "yours_1", tools, standin) is None
         with anyio.fail_after(5):
             await machine.wait_exit()
@@ -247,7 +247,7 @@ def test_eight_come_up_while_others_go(place: Path, tools: Tools) -> None:
 
     async def live(spec: MachineSpec) -> None:
         async with four:
-            machine = await firecracker_machine.start(spec, tools)
+            machine = await firecracker_start.start(spec, tools)
             await answers(machine)
             await machine.terminate()
 
