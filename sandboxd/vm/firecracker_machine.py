@@ -147,7 +147,9 @@ class FirecrackerMachine:
         finally:
             await self.console_tail()
             self._ended = True
-            self._held.close()
+            if gone:
+                # Else it may still write: nobody else gets its drives for as long as this process lives.
+                self._held.close()
             if self._child is not None:
                 self._child.close()
             await anyio.to_thread.run_sync(clean, self._directory)

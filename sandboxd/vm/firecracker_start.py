@@ -295,7 +295,7 @@ class _Starting:
         code = None if self._child is None else self._child.exit_code()
         console = b"" if self._child is None else self._child.errors()
         logged = b"" if self._log is None else _drain(self._log)
-        await anyio.to_thread.run_sync(end, self._pidfds, self._group)
+        gone = await anyio.to_thread.run_sync(end, self._pidfds, self._group)
         if self._group is None:
             try:
                 await anyio.to_thread.run_sync(self._end_marked)
@@ -305,7 +305,9 @@ class _Starting:
         if self._child is not None:
             self._child.close()
         self._given.close()
-        self._held.close()
+        if gone:
+            # Else it may still write to its drives, as in `FirecrackerMachine.terminate`.
+            self._held.close()
         await anyio.to_thread.run_sync(clean, spec.directory)
         processes.remove_record(spec.directory)
         match error:

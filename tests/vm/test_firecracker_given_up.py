@@ -7,7 +7,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +15,14 @@ import anyio
 import pytest
 
 from sandboxd import unixpath
-from sandboxd.errors import BootFailed
+from sandboxd.errors import BootFailed, SandboxError
 from sandboxd.vm import cgroups, drives, firecracker, firecracker_machine, firecracker_start, processes
 from sandboxd.vm.firecracker import Names, Request
 from sandboxd.vm.firecracker_machine import FirecrackerMachine, Tools
 from sandboxd.vm.machine import Drive, MachineSpec
 from tests.firecracker_standin.standin import SHIM, Standin
 from tests.vm import starting
+from tests.vm.deadlines import soon
 
 FIRST_UID = 979_700
 INSTANCE = f"g{os.getpid()}"
@@ -208,6 +209,51 @@ def test_a_disk_has_one_machine_and_an_image_has_any_number(place: Path, tools: 
         await machine.terminate()
 
     anyio.run(main)
+
+
+@contextmanager
+def unkillable() -> Iterator[None]:
+    """As processes are that wait for a disk in the kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "kill", lambda _: None)
+        patch.setattr(processes, "END_S", 0.1)
+        yield
+
+
+def let_go(place: Path) -> None:
+    """As this process does at its end."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(str(place)):
+                os.close(int(name))
+
+
+@pytest.mark.parametrize("came_up", [True, False])
+def test_a_disk_is_nobody_elses_while_a_vmm_that_has_it_does_not_end(
+    place: Path, tools: Tools, standin: Standin, came_up: bool, monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    spec, other = described(place, "stuck_1"), described(place, "next_1", 1)
+    if came_up:
+        request.getfixturevalue("unbooted")
+    else:
+        soon(monkeypatch, "PUT /actions")
+        standin.fail({"do": "hang", "path": "/actions"})
+
+    async def main() -> None:
+        if came_up:
+            machine = await firecracker_start.start(spec, tools)
+            with unkillable(), pytest.raises(SandboxError, match="a process did not end"):
+                await machine.terminate()
+        else:
+            with unkillable(), pytest.raises(BootFailed, match="PUT /actions: no answer"):
+                await firecracker_start.start(spec, tools)
+        with pytest.raises(BootFailed, match="opening drive 1: another machine has it"):
+            await firecracker_start.start(replace(other, drives=spec.drives), tools)
+
+    anyio.run(main)
+    assert firecracker_machine.sweep(place, {other.id}, tools) == {spec.id}
+    let_go(place)
 
 
 @pytest.mark.usefixtures("unbooted")
