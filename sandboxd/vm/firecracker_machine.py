@@ -195,7 +195,7 @@ async def adopt(directory: Path, id: str, tools: Tools) -> FirecrackerMachine | 
                 return FirecrackerMachine(id, version, directory, vmm, pidfds, None, group, root, ExitStack())
             except (CallFailed, SandboxError) as fault:
                 log.error("%s: its VMM is not taken back, and is ended: %s", id, fault)
-    except OSError:
+    except BaseException:
         for pidfd in pidfds:
             os.close(pidfd)
         raise

@@ -192,6 +192,27 @@ def test_a_deep_directory_with_what_a_killed_run_left_in_it(
 
 
 @pytest.mark.usefixtures("unbooted")
+def test_a_daemon_that_stops_while_it_takes_a_machine_back_leaves_it_as_it_is(
+    place: Path, tools: Tools, standin: Standin
+) -> None:
+    spec = described(place, "early_1")
+
+    async def main() -> None:
+        machine = await firecracker_start.start(spec, tools)
+        standin.fail({"do": "hang", "path": "/"})
+        before = len(os.listdir("/proc/self/fd"))
+        async with anyio.create_task_group() as group:
+            group.start_soon(firecracker_machine.adopt, spec.directory, spec.id, tools)
+            await until(lambda: [call["outcome"] for call in standin.calls("early-1")][-1:] == ["hang"])
+            group.cancel_scope.cancel()
+        assert len(os.listdir("/proc/self/fd")) == before
+        await answers(machine)
+        await machine.terminate()
+
+    anyio.run(main)
+
+
+@pytest.mark.usefixtures("unbooted")
 def test_a_disk_has_one_machine_and_an_image_has_any_number(place: Path, tools: Tools) -> None:
     first, second = described(place, "disk_1"), described(place, "disk_2", 1)
     thief = replace(second, drives=first.drives)
