@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,7 +17,7 @@ import pytest
 
 from sandboxd import unixpath
 from sandboxd.errors import BootFailed, SandboxError
-from sandboxd.vm import cgroups, drives, firecracker, firecracker_machine, firecracker_start, processes
+from sandboxd.vm import cgroups, drives, firecracker, firecracker_machine, firecracker_start, jailer, processes
 from sandboxd.vm.firecracker import Names, Request
 from sandboxd.vm.firecracker_machine import FirecrackerMachine, Tools
 from sandboxd.vm.machine import Drive, MachineSpec
@@ -207,6 +208,28 @@ def test_a_daemon_that_stops_while_it_takes_a_machine_back_leaves_it_as_it_is(
             group.cancel_scope.cancel()
         assert len(os.listdir("/proc/self/fd")) == before
         await answers(machine)
+        await machine.terminate()
+
+    anyio.run(main)
+
+
+@pytest.mark.usefixtures("unbooted")
+def test_a_jail_that_a_killed_daemon_had_not_taken_back_is_taken_back(
+    place: Path, tools: Tools, standin: Standin
+) -> None:
+    spec = described(place, "own_1")
+
+    async def main() -> None:
+        machine = await firecracker_start.start(spec, tools)
+        folders = [machine.vsock_path.parent / folder for folder in jailer.FOLDERS]
+        for folder in folders:
+            assert spec.uid is not None
+            os.chown(folder, spec.uid, spec.uid)
+            folder.chmod(0o700)
+        again = await taken(spec.directory, spec.id, tools, standin)
+        assert again is not None
+        assert [(folder.stat().st_uid, stat.S_IMODE(folder.stat().st_mode)) for folder in folders] == [(0, 0o750)] * 4
+        await again.terminate()
         await machine.terminate()
 
     anyio.run(main)
