@@ -331,6 +331,26 @@ def test_a_machine_is_adopted_by_its_own_id_alone(place: Path, tools: Tools, sta
 
 
 @pytest.mark.usefixtures("unbooted")
+@pytest.mark.parametrize("part", ["jail", "jail/firecracker/gone-1/root/run"])
+def test_a_machine_whose_jail_was_deleted_by_hand_is_ended(
+    place: Path, tools: Tools, standin: Standin, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = described(place, "gone_1")
+
+    async def main() -> None:
+        machine = await firecracker_start.start(spec, tools)
+        shutil.rmtree(spec.directory / part)
+        assert await taken(spec.directory, spec.id, tools, standin) is None
+        with anyio.fail_after(5):
+            await machine.wait_exit()
+        await machine.terminate()
+
+    anyio.run(main)
+    assert "is ended: its jail is not as it was made" in caplog.text
+    assert os.listdir(spec.directory) == ["scratch"]
+
+
+@pytest.mark.usefixtures("unbooted")
 def test_eight_come_up_while_others_go(place: Path, tools: Tools) -> None:
     specs = [described(place, f"one_{number}", number) for number in range(8)]
     four = anyio.Semaphore(4)
