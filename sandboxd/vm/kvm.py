@@ -22,7 +22,7 @@ import anyio
 import anyio.to_thread
 
 from native import KvmAnswer, KvmState, kvm_probe
-from sandboxd.errors import SandboxError
+from sandboxd.errors import BootFailed, SandboxError
 from sandboxd.vm import processes
 from sandboxd.vm.machine import Machine, MachineSpec
 
@@ -89,7 +89,8 @@ def unusable(answer: KvmAnswer) -> str:
 
 async def attempt(trial: Trial, kernel: Path, initramfs: Path, state_dir: Path, uid: int | None) -> str:
     """Boots under KVM; returns "" when guest-init spoke in time, else what went wrong, in one line. Raises BootFailed
-    or OSError where no machine was started, which may be no fault of KVM's; SandboxError where one does not end."""
+    or OSError where no VMM came so far, which may be no fault of KVM's, and none crashed; SandboxError where one does
+    not end."""
     directory = state_dir / TRIAL_ID
     directory.mkdir(mode=0o700, exist_ok=True)
     uids = {os.getuid()} if uid is None else {os.getuid(), uid}
@@ -106,7 +107,14 @@ async def attempt(trial: Trial, kernel: Path, initramfs: Path, state_dir: Path, 
 
 
 async def _boot(spec: MachineSpec, trial: Trial) -> str:
-    machine = await trial.start(spec)
+    try:
+        machine = await trial.start(spec)
+    except BootFailed as error:
+        # Of a signal, as QEMU where KVM gives it less than it takes for granted. What it says itself may be about a
+        # library or a jail.
+        if error.exit_code is None or error.exit_code <= 128:
+            raise
+        return str(error)
     try:
         while FIRST_LINE not in await machine.console_tail():
             with anyio.move_on_after(0.05):

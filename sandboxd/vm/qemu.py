@@ -35,7 +35,7 @@ from sandboxd.vm.processes import Process, Record
 START_S = 20.0
 CONNECT_S = 5.0
 RETRY_S = 5.0
-EXITS_S = 2.0  # how long the second process of a machine may take to follow the first
+EXITS_S = 2.0  # how long the processes of a machine that failed may take to end by themselves
 QMP_SOCKET = "qmp.sock"
 VSOCK_SOCKET = "vsock.sock"
 KVM_NODE = "kvm"
@@ -313,21 +313,23 @@ class _Starting:
     async def undo(self, error: BaseException) -> BootFailed | None:
         """Leaves nothing. Returns what to raise instead of `error`; None where that is no failure to boot."""
         spec = self._spec
-        code = await anyio.to_thread.run_sync(self._end)
+        failed = isinstance(error, OSError | ChildError)
+        code = await anyio.to_thread.run_sync(self._end, failed)
         said = [f"{child.role} said: {line}" for child in self._children if (line := child.last_line())]
         for child in self._children:
             child.close()
         _clean(spec.directory)
         processes.remove_record(spec.directory)
-        if not isinstance(error, OSError | ChildError):
+        if not failed:
             return None
         return BootFailed("; ".join([self._step, *said]), code, b"")
 
-    def _end(self) -> int | None:
+    def _end(self, failed: bool) -> int | None:
         """Ends all processes; returns what the VMM exited with, if it did so by itself."""
         spec = self._spec
-        if any(processes.wait_ended([pidfd], 0) for pidfd in self._pidfds):
-            # One is gone: the others follow in milliseconds, and then the exit status is the VMM's own.
+        if failed:
+            # One may be on its way out, its monitor gone before it, and the others follow in milliseconds: then the
+            # exit status is the VMM's own.
             processes.wait_ended(self._pidfds, EXITS_S)
         code = _exit_code(self._children)
         processes.end(self._pidfds)
