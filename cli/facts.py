@@ -67,8 +67,8 @@ def kvm() -> Iterator[Fact]:
     yield "because", answer.reason
     if answer.state is not native.KvmState.OK:
         yield "so", "machines are emulated, several times slower"
-    if answer.state is native.KvmState.NO_ACCESS and os.geteuid() != 0:
-        yield "to change that", "let root run: usermod -aG kvm USER, and log in again"
+    if answer.remedy:
+        yield "to change that", answer.remedy
 
 
 def search(path: str) -> str:

@@ -77,6 +77,14 @@ class KvmAnswer:
     turns: int
     elapsed_s: float
 
+    @property
+    def remedy(self) -> str:
+        """What gives this process access; empty where nothing is known to help."""
+        # Root has the right; what keeps it out is a container or the like.
+        if self.state is KvmState.NO_ACCESS and os.geteuid() != 0:
+            return "let root run: usermod -aG kvm USER, and log in again"
+        return ""
+
 
 _HOSTPATH_STEPS: dict[int, str] = {
     lib.HOSTPATH_OPEN: "opening the directory",

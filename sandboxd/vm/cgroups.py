@@ -72,6 +72,11 @@ class Hierarchy:
         return [self.group(*one) for one in sorted(found)]
 
 
+def group(groups: Hierarchy | None, instance: str, id: str) -> Group | None:
+    """Only root's machines have one."""
+    return None if groups is None else groups.group(instance, id)
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     version: int

@@ -22,6 +22,7 @@ import anyio.to_thread
 from sandboxd import trees
 from sandboxd.errors import SandboxError
 from sandboxd.vm import (
+    cgroups,
     firecracker,
     firecracker_versions,
     jail,
@@ -183,7 +184,7 @@ async def adopt(directory: Path, id: str, tools: Tools) -> FirecrackerMachine | 
     record = processes.read_record(directory)
     if record is None:
         return None
-    group = group_of(tools, record.instance, id)
+    group = cgroups.group(tools.groups, record.instance, id)
     held = processes.hold_all(record.processes)
     pidfds = [fd for _, fd in held]
     vmm = next((process for process, _ in held if process.role == VMM), None)
@@ -253,11 +254,6 @@ def sweep(sandboxes_dir: Path, known_ids: Collection[str], tools: Tools) -> set[
             ended.add(directory.name)
         clean(directory)
     return ended
-
-
-def group_of(tools: Tools, instance: str, id: str) -> Group | None:
-    """Only root's machines have one."""
-    return None if tools.groups is None else tools.groups.group(instance, id)
 
 
 def root_of(directory: Path, id: str, tools: Tools) -> Path:

@@ -29,7 +29,6 @@ from sandboxd.vm.firecracker_machine import (
     Tools,
     clean,
     end,
-    group_of,
     open_directory,
     root_of,
 )
@@ -91,7 +90,7 @@ class _Starting:
         self._child: Child | None = None
         self._log: int | None = None
         self._pidfds: list[int] = []
-        self._group = group_of(tools, tools.instance, spec.id)
+        self._group = cgroups.group(tools.groups, tools.instance, spec.id)
         self._root = root_of(spec.directory, spec.id, tools)
 
     async def run(self, calls: Sequence[Request]) -> FirecrackerMachine:

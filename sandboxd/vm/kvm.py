@@ -31,7 +31,6 @@ VERSION_S = 10.0
 TRIAL_ID = "kvm-trial"
 TRIAL_MEMORY_MB = 256
 FIRST_LINE = b"guest-init: start"
-GIVE_ACCESS = "let root run: usermod -aG kvm USER, and log in again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +81,7 @@ async def choose(
 
 def unusable(answer: KvmAnswer) -> str:
     """Why, and what helps where something does."""
-    # Root has the right; what keeps it out is a container or the like.
-    remedy = answer.state is KvmState.NO_ACCESS and os.geteuid() != 0
-    return f"KVM is {answer.state.value}: {answer.reason}" + (f"; {GIVE_ACCESS}" if remedy else "")
+    return f"KVM is {answer.state.value}: {answer.reason}" + (f"; {answer.remedy}" if answer.remedy else "")
 
 
 async def attempt(trial: Trial, kernel: Path, initramfs: Path, state_dir: Path, uid: int | None) -> str:

@@ -24,7 +24,7 @@ import anyio.to_thread
 
 from sandboxd import unixpath
 from sandboxd.errors import BootFailed, SandboxError, SetupError
-from sandboxd.vm import commands, drives, jail, processes, virtiofs, watch
+from sandboxd.vm import cgroups, commands, drives, jail, processes, virtiofs, watch
 from sandboxd.vm.cgroups import Group
 from sandboxd.vm.child import Child, ChildError, spawn
 from sandboxd.vm.commands import CONSOLE_BYTES, Accelerator, Descriptors, Tools
@@ -188,7 +188,7 @@ async def adopt(directory: Path, id: str, tools: Tools) -> QemuMachine | None:
     record = processes.read_record(directory)
     if record is None:
         return None
-    group = _group(tools, record.instance, id)
+    group = cgroups.group(tools.groups, record.instance, id)
     held = processes.hold_all(record.processes)
     pidfds = [fd for _, fd in held]
     parts = {VMM, DEVICE} | ({virtiofs.ROLE} & {process.role for process in record.processes})
@@ -244,7 +244,7 @@ class _Starting:
     async def group(self) -> list[str]:
         """Makes the machine's group; returns the command that enters it."""
         self._step = "making the machine's control group"
-        group = _group(self._tools, self._tools.instance, self._spec.id)
+        group = cgroups.group(self._tools.groups, self._tools.instance, self._spec.id)
         if group is None:
             return []
         await anyio.to_thread.run_sync(group.make, commands.limits(self._spec, self._tools.accelerator))
@@ -291,7 +291,7 @@ class _Starting:
             case [Monitor() as monitor]:
                 return QemuMachine(
                     self._spec.id, self._spec.directory, record.processes, self._pidfds, monitor, self._children,
-                    _group(self._tools, self._tools.instance, self._spec.id),
+                    cgroups.group(self._tools.groups, self._tools.instance, self._spec.id),
                 )  # fmt: skip
             case _:
                 raise ChildError("a process ended before the monitor answered")
@@ -335,14 +335,9 @@ class _Starting:
         processes.end(self._pidfds)
         uids = {os.getuid()} if spec.uid is None else {os.getuid(), spec.uid}
         processes.end_marked(self._tools.instance, lambda id: id == spec.id, uids)
-        if (group := _group(self._tools, self._tools.instance, spec.id)) is not None:
+        if (group := cgroups.group(self._tools.groups, self._tools.instance, spec.id)) is not None:
             group.remove()
         return code
-
-
-def _group(tools: Tools, instance: str, id: str) -> Group | None:
-    """Only root's machines have one."""
-    return None if tools.groups is None else tools.groups.group(instance, id)
 
 
 def _listen(stack: ExitStack, directory: Path) -> list[socket.socket]:

@@ -15,7 +15,7 @@ from sandboxd.assembly import instance
 from sandboxd.vm import cgroups
 from tests.conformance.live import ENVIRONMENT, daemon, suite
 from tests.daemon import Daemon, assets_dir
-from tests.firecracker_standin.standin import SHIM
+from tests.firecracker_standin import fixtures
 from tests.path.test_users import UID
 from tests.sandboxd.pki import Authority
 from tests.sandboxd.reach import TOKEN, ports, token_files
@@ -57,8 +57,7 @@ def test_the_daemon_conforms(short_tmp: Path) -> None:
 @pytest.mark.timeout(LIMIT_S + 120)
 def test_the_daemon_conforms_through_firecracker() -> None:
     """As `make conformance-firecracker` does, with the stand-ins."""
-    if not SHIM.is_file():
-        pytest.skip("no build/firecracker-standin: make standins")
+    fixtures.need()
     # On the images' file system: jails hold further names of them.
     with tempfile.TemporaryDirectory(prefix="sbx-", dir=assets_dir().parent) as directory:
         with daemon(Path(directory) / "d", firecracker=True) as (running, prefix):

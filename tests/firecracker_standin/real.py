@@ -20,7 +20,8 @@ import pytest
 
 from sandboxd.vm.firecracker_versions import Version, parse
 from tests.daemon import assets_dir
-from tests.firecracker_standin.standin import SHIM, Standin
+from tests.firecracker_standin import fixtures
+from tests.firecracker_standin.standin import Standin
 
 FIRECRACKER, JAILER = "SANDBOX_TEST_FIRECRACKER", "SANDBOX_TEST_JAILER"
 
@@ -81,8 +82,7 @@ def programs(directory: Path) -> Iterator[Standin]:
     if given():
         with Real(directory, Path(os.environ[FIRECRACKER]), Path(os.environ[JAILER])) as real:
             yield real
+            assert real.log() == ""
         return
-    if not SHIM.is_file():
-        pytest.skip("no build/firecracker-standin: make standins")
-    with Standin(directory) as standin:
+    with fixtures.programs(directory) as standin:
         yield standin

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +23,8 @@ from sandboxd.vm.firecracker import Request
 from sandboxd.vm.firecracker_client import Client
 from tests.conformance.live import FIRECRACKER
 from tests.daemon import Daemon, assets_dir
-from tests.firecracker_standin.standin import SHIM, Standin
+from tests.firecracker_standin.fixtures import enterable, programs
+from tests.firecracker_standin.standin import Standin
 
 NONE = NetworkRequest("none")
 TAP = "/network-interfaces/eth0"
@@ -41,19 +40,14 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the jailer needs root
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
     """On the images' file system."""
-    path = Path(tempfile.mkdtemp(prefix="sbx-fc-", dir=assets_dir().parent))
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
+    with enterable("sbx-fc-", assets_dir().parent) as path:
+        yield path
 
 
 @pytest.fixture(scope="module")
 def standin(place: Path) -> Iterator[Standin]:
-    if not SHIM.is_file():
-        pytest.skip("no build/firecracker-standin: make standins")
-    with Standin(place / "fc") as running:
+    with programs(place / "fc") as running:
         yield running
-        assert running.log() == ""
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -21,7 +20,8 @@ from sandboxd.vm import cgroups, drives, firecracker, firecracker_machine, firec
 from sandboxd.vm.firecracker import Names, Request
 from sandboxd.vm.firecracker_machine import FirecrackerMachine, Tools
 from sandboxd.vm.machine import Drive, MachineSpec
-from tests.firecracker_standin.standin import SHIM, Standin
+from tests.firecracker_standin.fixtures import enterable, programs
+from tests.firecracker_standin.standin import Standin
 from tests.vm import starting
 from tests.vm.deadlines import soon
 
@@ -34,19 +34,14 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the jailer needs root
 
 @pytest.fixture(scope="module")
 def top() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="fcg-", dir="/var/tmp"))
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
+    with enterable("fcg-", "/var/tmp") as path:
+        yield path
 
 
 @pytest.fixture(scope="module")
 def standin(top: Path) -> Iterator[Standin]:
-    if not SHIM.is_file():
-        pytest.skip("no build/firecracker-standin: make standins")
-    with Standin(top / "fc") as running:
+    with programs(top / "fc") as running:
         yield running
-        assert running.log() == ""
 
 
 @pytest.fixture(scope="module")

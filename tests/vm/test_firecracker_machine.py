@@ -12,7 +12,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -37,7 +36,8 @@ from sandboxd.vm.firecracker_versions import parse
 from sandboxd.vm.machine import Drive, MachineSpec
 from tests import descriptors
 from tests.daemon import assets_dir
-from tests.firecracker_standin.standin import SHIM, Standin
+from tests.firecracker_standin.fixtures import enterable, programs
+from tests.firecracker_standin.standin import Standin
 from tests.vm import starting
 from tests.vm.deadlines import soon
 from tests.vm.starting import BUILD, ROOT, ping
@@ -51,19 +51,14 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the jailer needs root
 
 @pytest.fixture(scope="module")
 def top() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="fcm-", dir="/var/tmp"))
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
+    with enterable("fcm-", "/var/tmp") as path:
+        yield path
 
 
 @pytest.fixture(scope="module")
 def standin(top: Path) -> Iterator[Standin]:
-    if not SHIM.is_file():
-        pytest.skip("no build/firecracker-standin: make standins")
-    with Standin(top / "fc") as running:
+    with programs(top / "fc") as running:
         yield running
-        assert running.log() == ""
 
 
 @pytest.fixture(scope="module")
